@@ -3,11 +3,20 @@
 Legend: `out_bshd` fp32 (fp64 in the fp64 path), `lse_bhs` the natural log of the sum of `exp(scale * q.k)`.
 """
 
+from typing import NamedTuple
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
 NEG_INF = float("-inf")
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys: `out_bshd`, normalised over them, and `lse_bhs`. Over no key it is `(0, -inf)`."""
+
+    out: Tensor
+    lse: Tensor
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

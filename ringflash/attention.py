@@ -1,0 +1,194 @@
+"""The public functions: what they take, what they give, and what they refuse."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import ops
+from .ops import OPEN
+from .sharding import Group, check_rows, process_group
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Window = tuple[int | None, int | None]
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention on one device: `softmax(scale * q k^T) v`, without ever holding the scores.
+
+    Args:
+        q: queries `(b, s_q, h, d)`; fp16, bf16, fp32 (fp64 with the torch backend). `d` a multiple of 8, 16 to 256.
+        k: keys `(b, s_k, g, d)`, the dtype and device of `q`. `g` divides `h`: key/value head `i` serves the query
+            heads `i * h / g` to `(i + 1) * h / g - 1` (GQA; MQA is `g = 1`).
+        v: values `(b, s_k, g, d_v)`; `d_v` may differ from `d`, within the same limits.
+        causal: a query sees no key after it. With unequal lengths the last query is aligned with the last key
+            (bottom-right, as flash-attn): query `i` sees the keys up to `i + s_k - s_q`.
+        scale: multiplies the scores; positive. Default `d ** -0.5`.
+        window: `(left, right)`: a query at position `p` sees keys at `p - left` to `p + right`; `None` or -1 leaves a
+            side open. With `causal`, `right` is 0 at most.
+        cu_seqlens, softcap, sinks, dropout_p: not built yet; anything but the default raises `NotImplementedError`.
+        deterministic: bitwise-equal gradients from run to run. Every backend built so far is always deterministic.
+        return_lse: return the log-sum-exp too.
+        backend: "triton" (NVIDIA GPUs; fp16, bf16, fp32), "torch" (blockwise, any device and dtype), or "auto": triton
+            where it can run, else torch.
+
+    Strides are free: views, transposed and expanded tensors are taken, and copied only where a kernel must.
+
+    Returns:
+        `out (b, s_q, h, d_v)` in q's dtype, or `(out, lse)` with `lse (b, h, s_q)`, fp32 (fp64 for fp64), the natural
+        log of the sum of `exp(scale * q.k)`. A query that sees no key gets `out = 0`, `lse = -inf` and no gradient.
+        Both are differentiable, once.
+
+    Raises:
+        ValueError: names the argument, what was seen and what is wanted.
+        NotImplementedError: an option that is not built yet.
+
+    Source: FlashAttention-2, Dao (2023), https://arxiv.org/abs/2307.08691.
+
+    Example: `flash_attention(q, k, v, causal=True)` for `q (1, 4096, 32, 128)`, `k, v (1, 4096, 8, 128)`.
+    """
+    _check_tensors(q, k, v)
+    left, right = _check_options(causal, window, cu_seqlens, softcap, sinks, dropout_p)
+    scale = _check_scale(scale, q)
+    backend = ops.pick_backend(backend, q.device, q.dtype)
+    out, lse = ops.attention(q, k, v, scale, left, right, backend, "", "", 0, "")
+    return (out, lse) if return_lse else out
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    layout: str = "zigzag",
+    seq_len: int | None = None,
+    transport: str = "auto",
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    cu_seqlens: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact self-attention over a sequence that is sharded across the ranks of `group`.
+
+    Every rank calls it with its own rows, and gets its rows of the result. K and V go round the ring; partial results
+    are merged in fp32. Equal to `flash_attention` on the whole sequence, to rounding.
+
+    Args:
+        q, k, v: this rank's rows, `(b, s, h, d)`, `(b, s, g, d)`, `(b, s, g, d_v)`, in the order that `positions` and
+            `shard` give. Other limits as in `flash_attention`.
+        group: ProcessGroup or 1-D DeviceMesh.
+        layout: which positions a rank holds. "zigzag" (one piece from each end) balances causal attention; also
+            "contiguous" and "striped".
+        seq_len: tokens in the global sequence. Default `s * world_size`; say it when the length does not divide evenly.
+        transport: how shards move: "gloo" (CPU tensors; CUDA tensors through pinned host memory), "nccl", or "auto":
+            NCCL where the group has it for this device, else gloo. "nvlink" is not built yet.
+        Everything else as in `flash_attention`.
+
+    Returns:
+        `out (b, s, h, d_v)`, or `(out, lse)`, of this rank's rows; as in `flash_attention`.
+
+    Raises:
+        ValueError, NotImplementedError: on every rank, before any K/V moves: a rank's own bad arguments (the others
+            are told which rank refused and why), rows that don't fit the layout, or ranks that disagree with each
+            other in shapes, dtypes or options (names which rank passed what).
+        RuntimeError: a peer did not answer within the group's timeout.
+
+    Source: Ring Attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889; striped: Brandon et al. (2023),
+    https://arxiv.org/abs/2311.09431.
+
+    Example: zigzag, 2 ranks, 8 tokens: rank 0 passes its rows 0 1 6 7 and gets the attention output of those.
+    """
+    ranks = process_group(group)
+    try:
+        _check_tensors(q, k, v)
+        left, right = _check_options(causal, window, cu_seqlens, softcap, sinks, dropout_p)
+        scale = _check_scale(scale, q)
+        backend = ops.pick_backend(backend, q.device, q.dtype)
+        transport = ops.pick_transport(transport, ranks, q.device)
+        seq_len = q.shape[1] * dist.get_world_size(ranks) if seq_len is None else seq_len
+        check_rows("q", q.shape[1], seq_len, ranks, layout)
+        check_rows("k and v", k.shape[1], seq_len, ranks, layout)
+    except (ValueError, NotImplementedError) as error:
+        ops.refuse(ranks, error, q.device)
+        raise
+    out, lse = ops.attention(q, k, v, scale, left, right, backend, ranks.group_name, layout, seq_len, transport)
+    return (out, lse) if return_lse else out
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be (batch, sequence, heads, head dim), got shape {tuple(x.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q, k and v must be float16, bfloat16, float32 or float64, got {q.dtype}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have one sequence length, got {k.shape[1]} and {v.shape[1]}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k and v must have one number of heads, got {k.shape[2]} and {v.shape[2]}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"k's heads must divide q's, got {k.shape[2]} and {q.shape[2]}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have one head dim, got {q.shape[3]} and {k.shape[3]}")
+    for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
+        if not 16 <= dim <= 256 or dim % 8:
+            raise ValueError(f"head dim must be a multiple of 8 from 16 to 256, got {dim} in {name}")
+
+
+def _check_options(
+    causal: bool,
+    window: Window | None,
+    cu_seqlens: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+) -> tuple[int, int]:
+    """The window as two integers, `OPEN` where a side has no bound."""
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    not_built = {"cu_seqlens": cu_seqlens, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p or None}
+    for name, value in not_built.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not built yet")
+    sides = (None, None) if window is None else window
+    if len(sides) != 2:
+        raise ValueError(f"window must be (left, right), got {window}")
+    left, right = (OPEN if side is None else side for side in sides)
+    if left < OPEN or right < OPEN:
+        raise ValueError(f"window sides must be >= 0, or None or -1 for no bound, got {window}")
+    return left, 0 if causal else right
+
+
+def _check_scale(scale: float | None, q: Tensor) -> float:
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    return scale

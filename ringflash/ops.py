@@ -1,0 +1,161 @@
+"""The operators: `torch.library` registration, fakes, autograd. The backend and the group are looked up at run time.
+
+Plain attention is a ring of one: `group=""` is no group, and its plan has one visit. The group travels by name, and
+every option by value, so that `torch.compile` and checkpointing see two opaque operators and nothing else.
+"""
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # c10d's registry: it has no public name
+
+from . import comm, reference, ring
+from .mask import Mask
+from .merge import Partial
+from .plan import Plan, plan_one, plan_ring
+
+BACKENDS = ("auto", "torch", "triton")
+OPEN = -1  # a window side without bound, as an integer
+
+
+def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that `name` stands for: "auto" is triton on NVIDIA GPUs for fp16, bf16 and fp32, else torch.
+
+    Raises `ValueError` for an unknown name or one that can't run here.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {name!r}")
+    obstacle = _triton_obstacle(device.type, dtype)
+    if name == "triton" and obstacle:
+        raise ValueError(f'backend="triton" can\'t run here: {obstacle}')
+    if name == "auto":
+        return "torch" if obstacle or device.type == "cpu" else "triton"
+    return name
+
+
+@lru_cache
+def _triton_obstacle(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the Triton kernels can't take tensors of this kind, or `None`."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the kernels take float16, bfloat16 and float32, got {str(dtype).removeprefix('torch.')}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device_type == "cuda":
+        if torch.version.cuda is None:
+            return "this PyTorch has no CUDA"
+        return None
+    import triton
+
+    if device_type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    return f"the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 for CPU tensors), got {device_type} tensors"
+
+
+def _backend(name: str) -> ring.Backend:
+    if name == "torch":
+        return ring.Backend(reference.forward, reference.compute_delta, reference.backward)
+    from . import local_kernel
+
+    return ring.Backend(local_kernel.forward, local_kernel.compute_delta, local_kernel.backward)
+
+
+pick_transport = comm.pick_transport
+
+
+def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> None:
+    """Tell the other ranks, which are about to start, that this one refused its arguments."""
+    comm.agree(group, "", error=error, device=device)
+
+
+def _prepare(
+    q: Tensor, k: Tensor, left: int, right: int, group: str, layout: str, seq_len: int, transport: str
+) -> tuple[Plan, comm.Transport | None]:
+    mask = Mask(None if left == OPEN else left, None if right == OPEN else right)
+    if not group:
+        return plan_one(mask, q.shape[1], k.shape[1]), None
+    process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
+    plan = plan_ring(mask, layout, seq_len, dist.get_rank(process_group), dist.get_world_size(process_group))
+    return plan, comm.make_transport(transport, process_group) if plan.hops else None
+
+
+@torch.library.custom_op("ringflash::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    backend: str,
+    group: str,
+    layout: str,
+    seq_len: int,
+    transport: str,
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of this rank's queries. Arguments were checked by `attention.py`; ranks are compared here."""
+    if group:
+        process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
+        words = (
+            f"b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} d_v={v.shape[3]} "
+            f"dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} window=({left},{right}) backend={backend} "
+            f"layout={layout} seq_len={seq_len} transport={transport}"
+        )
+        comm.agree(process_group, words, device=q.device)
+    plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
+    return tuple(ring.ring_forward(_backend(backend), plan, mover, q, k, v, scale))
+
+
+@attention.register_fake
+def _(q, k, v, scale, left, right, backend, group, layout, seq_len, transport):
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return out, lse
+
+
+@torch.library.custom_op("ringflash::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    backend: str,
+    group: str,
+    layout: str,
+    seq_len: int,
+    transport: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)` of this rank's shards."""
+    plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
+    return ring.ring_backward(_backend(backend), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale)
+
+
+@attention_backward.register_fake
+def _(dout, dlse, q, k, v, *_):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * (3 + len(ctx.options))
+    if dout is None:
+        dout = torch.zeros_like(out)
+    return *attention_backward(dout, dlse, q, k, v, out, lse, *ctx.options), *(None for _ in ctx.options)
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)

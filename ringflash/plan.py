@@ -1,0 +1,148 @@
+"""The plan: which shards a rank attends to, and what each block of rows sees in them. Pure and cached, integers only.
+
+Legend: `rank` me, `step` 0, 1, ... of the ring, `source` the rank whose K/V is here at that step, `row` an index into a
+shard, `position` an index into the global sequence.
+
+Note [One contiguous range]. Positions ascend in every shard, and both ends of the mask's interval never decrease. So
+the rows of a shard that a block of queries sees lie in one range, and so do the rows that all of its queries see:
+
+    row      0 ... begin ... full_begin ... full_end ... end ... n
+    seen     none        some            all          some    none
+
+The queries that see a block of keys are one range too, by the transposed mask.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .layout import Run, Runs, count_below, count_rows, layout_runs, runs_to_positions
+from .mask import Mask
+
+
+def source_rank(rank: int, step: int, world_size: int) -> int:
+    """The rank whose K/V `rank` holds at `step`: shards move one rank up at every step."""
+    return (rank - step) % world_size
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One rank attending to one source's K/V: queries at the positions `queries`, keys at the positions `keys`."""
+
+    queries: Runs
+    keys: Runs
+    mask: Mask
+
+    def key_ranges(self, block: int) -> Tensor:
+        """What each block of `block` query rows sees in the keys: see `block_ranges`."""
+        return block_ranges(self.queries, self.keys, self.mask, block)
+
+    def query_ranges(self, block: int) -> Tensor:
+        """Which query rows see each block of `block` key rows: see `block_ranges`."""
+        return block_ranges(self.keys, self.queries, self.mask.transposed, block)
+
+    @property
+    def is_empty(self) -> bool:
+        """Does no query here see any key?"""
+        return not _sees_any(self.queries, self.keys, self.mask)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `rank` does in one pass around the ring.
+
+    `rows[r]` is the number of rows that rank `r` holds. `visits[step]` is the visit at that step, `None` where nothing
+    of that source is visible here; step 0 is the rank's own shard and always a visit. There are `hops + 1` steps:
+    shards stop moving when no rank has anything left to see.
+    """
+
+    rank: int
+    rows: tuple[int, ...]
+    visits: tuple[Visit | None, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def hops(self) -> int:
+        return len(self.visits) - 1
+
+    def source(self, step: int) -> int:
+        return source_rank(self.rank, step, self.world_size)
+
+
+@lru_cache(maxsize=256)
+def plan_ring(mask: Mask, layout: str, seq_len: int, rank: int, world_size: int) -> Plan:
+    """The plan of `rank` for self-attention over `seq_len` tokens laid out by `layout` over `world_size` ranks."""
+    shards = [layout_runs(layout, seq_len, world_size, r) for r in range(world_size)]
+
+    def visit(rank: int, step: int) -> Visit:
+        return Visit(shards[rank], shards[source_rank(rank, step, world_size)], mask)
+
+    hops = world_size - 1
+    while hops > 0 and all(visit(r, hops).is_empty for r in range(world_size)):
+        hops -= 1
+    mine = [visit(rank, step) for step in range(hops + 1)]
+    visits = tuple(v if step == 0 or not v.is_empty else None for step, v in enumerate(mine))
+    return Plan(rank, tuple(count_rows(runs) for runs in shards), visits)
+
+
+@lru_cache(maxsize=256)
+def plan_one(mask: Mask, query_len: int, key_len: int) -> Plan:
+    """A ring of one. With unequal lengths the last query is aligned with the last key (bottom-right, as flash-attn)."""
+    queries = (Run(key_len - query_len, 1, query_len),) if query_len else ()
+    keys = (Run(0, 1, key_len),) if key_len else ()
+    return Plan(0, (key_len,), (Visit(queries, keys, mask),))
+
+
+@lru_cache(maxsize=1024)
+def block_ranges(rows: Runs, others: Runs, mask: Mask, block: int) -> Tensor:
+    """For each block of `block` rows, the range `begin, full_begin, full_end, end` of the `others` that it sees.
+
+    int32 `(blocks, 4)` on the CPU; `begin <= full_begin <= full_end <= end`. See Note [One contiguous range].
+    Example: 4 causal queries on 4 keys in blocks of 2 -> `[[0, 0, 1, 2], [0, 0, 3, 4]]`.
+    """
+    n_rows, n_others = count_rows(rows), count_rows(others)
+    lowest_row = torch.arange(0, n_rows, block)
+    lowest = _positions_at(rows, lowest_row)
+    highest = _positions_at(rows, (lowest_row + block).clamp(max=n_rows) - 1)
+
+    def first_row(position: Tensor) -> Tensor:
+        first = mask.first(position)
+        return torch.zeros_like(position) if first is None else count_below(others, first)
+
+    def last_row(position: Tensor) -> Tensor:
+        last = mask.last(position)
+        return torch.full_like(position, n_others) if last is None else count_below(others, last)
+
+    begin = first_row(lowest)
+    end = torch.maximum(last_row(highest), begin)
+    full_begin = torch.minimum(first_row(highest), end)
+    full_end = torch.maximum(last_row(lowest), full_begin)
+    return torch.stack([begin, full_begin, full_end, end], dim=1).to(torch.int32)
+
+
+def _positions_at(runs: Runs, rows: Tensor) -> Tensor:
+    """Positions of the given rows of a shard."""
+    position = torch.zeros_like(rows)
+    begin = 0
+    for run in runs:
+        position = torch.where(rows >= begin, run.start + run.step * (rows - begin), position)
+        begin += run.length
+    return position
+
+
+@lru_cache(maxsize=4096)
+def _sees_any(queries: Runs, keys: Runs, mask: Mask) -> bool:
+    if not queries or not keys:
+        return False
+    if mask.left is None and mask.right is None:
+        return True
+    position = runs_to_positions(queries)
+    first, last = mask.first(position), mask.last(position)
+    begin = 0 if first is None else count_below(keys, first)
+    end = count_rows(keys) if last is None else count_below(keys, last)
+    return bool((torch.as_tensor(end) > torch.as_tensor(begin)).any())

@@ -1,0 +1,156 @@
+"""Attention without kernels: the dense fp64 oracle, and the blockwise torch backend.
+
+Legend: `q_bshd` `(b, s, h, d)`, `k_bsgd` and `v_bsgd` with `g` key/value heads, each serving `r = h / g` query heads.
+
+The oracle reads like the formula and shares nothing with the rest but the mask's predicate. The backend has the same
+three functions as `local_kernel.py` and runs on any device and dtype.
+"""
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange, reduce
+from torch import Tensor
+
+from .layout import runs_to_positions
+from .mask import Mask
+from .merge import NEG_INF, Partial, merge
+from .plan import Visit
+
+BLOCK = 256  # rows a step: scores take b * h * BLOCK * keys
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The oracle: softmax(scale q k^T) v in fp64, all scores at once; differentiable by plain autograd.
+
+    Args:
+        q, k, v: `(b, s_q, h, d)`, `(b, s_k, g, d)`, `(b, s_k, g, d_v)`, any float dtype.
+        mask: who sees whom, by position.
+        scale: default `d ** -0.5`.
+        query_positions, key_positions: int64 `(s_q,)`, `(s_k,)`; by default `0 .. s_k - 1` for keys and the same
+            aligned at the end for queries.
+
+    Returns:
+        `out (b, s_q, h, d_v)` and `lse (b, h, s_q)`, fp64, natural log; a row that sees no key has `(0, -inf)`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if key_positions is None:
+        key_positions = torch.arange(k.shape[1], device=q.device)
+    if query_positions is None:
+        query_positions = torch.arange(q.shape[1], device=q.device) + (k.shape[1] - q.shape[1])
+    visible = mask.visible(rearrange(query_positions, "q -> q 1"), rearrange(key_positions, "k -> 1 k"))
+
+    q = rearrange(q.double(), "b q (g r) d -> b g r q d", g=k.shape[2])
+    scores = scale * torch.einsum("bgrqd, bkgd -> bgrqk", q, k.double())
+    scores = scores.masked_fill(~visible, NEG_INF)
+    lse = torch.logsumexp(scores, dim=-1) if k.shape[1] else scores.new_full(scores.shape[:-1], NEG_INF)
+    pivot = rearrange(lse.masked_fill(lse == NEG_INF, 0.0), "b g r q -> b g r q 1")
+    out = torch.einsum("bgrqk, bkgd -> bqgrd", torch.exp(scores - pivot), v.double())
+    return rearrange(out, "b q g r d -> b q (g r) d"), rearrange(lse, "b g r q -> b (g r) q")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
+    """Attend to one shard and merge the partial result into the running one.
+
+    Args:
+        q, k, v: this rank's queries and the source's keys and values.
+        visit: positions and mask.
+        into: running `(out, lse)`; overwritten when `first`, merged into otherwise.
+    """
+    for block, (begin, full_begin, full_end, end) in enumerate(visit.key_ranges(BLOCK).tolist()):
+        rows = slice(block * BLOCK, (block + 1) * BLOCK)
+        keys = slice(begin, end)
+        out, lse = into.out[:, rows], into.lse[:, :, rows]
+        if begin == end:
+            if first:
+                out.zero_()
+                lse.fill_(NEG_INF)
+            continue
+        scores = _scores(q[:, rows], k[:, keys], scale)
+        if (begin, end) != (full_begin, full_end):
+            scores = scores.masked_fill(~_visible(visit, rows, keys, q.device), NEG_INF)
+        part_lse = torch.logsumexp(scores, dim=-1)
+        pivot = part_lse.masked_fill(part_lse == NEG_INF, 0.0)
+        probs = torch.exp(scores - pivot.unsqueeze(-1))
+        part_out = torch.einsum("bgrqk, bkgd -> bqgrd", probs, _wide(v[:, keys]))
+        part_out = rearrange(part_out, "b q g r d -> b q (g r) d")
+        part_lse = rearrange(part_lse, "b g r q -> b (g r) q")
+        if not first:
+            part_out, part_lse = merge(out, lse, part_out, part_lse)
+        out.copy_(part_out)
+        lse.copy_(part_lse)
+
+
+def compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """`delta = rowsum(dout * out) - dlse`, `(b, h, s)` in the dtype of `lse`: what the softmax subtracts from dP."""
+    delta = reduce(_wide(out) * _wide(dout), "b s h d -> b h s", "sum")
+    return delta if dlse is None else delta - dlse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    visit: Visit,
+    scale: float,
+    dq: Tensor,
+    take_dkv: Callable[[], tuple[Tensor, Tensor]],
+    first: bool,
+) -> None:
+    """One shard's share of the gradients, by the *global* `lse`: `P = exp(S - lse)` is exact, so shares just add.
+
+    Args:
+        lse, delta: of this rank's rows over the whole sequence, `(b, h, s)`.
+        dq: written when `first`, added to otherwise.
+        take_dkv: called once, as late as possible, for the `(dk, dv)` to write (`first`) or to add to.
+    """
+    results = dq, *take_dkv()
+    dq, dk, dv = sums = [_wide(torch.zeros_like(x) if first else x) for x in results]
+    for block, (begin, full_begin, full_end, end) in enumerate(visit.key_ranges(BLOCK).tolist()):
+        if begin == end:
+            continue
+        rows = slice(block * BLOCK, (block + 1) * BLOCK)
+        keys = slice(begin, end)
+        wide_k, wide_v = _wide(k[:, keys]), _wide(v[:, keys])
+        wide_q, wide_dout = (rearrange(_wide(x[:, rows]), "b q (g r) d -> b q g r d", g=k.shape[2]) for x in (q, dout))
+        lse_rows, delta_rows = (rearrange(x[:, :, rows], "b (g r) q -> b g r q 1", g=k.shape[2]) for x in (lse, delta))
+        scores = _scores(q[:, rows], k[:, keys], scale)
+        if (begin, end) != (full_begin, full_end):
+            scores = scores.masked_fill(~_visible(visit, rows, keys, q.device), NEG_INF)
+        probs = torch.exp(scores - lse_rows.masked_fill(lse_rows == NEG_INF, 0.0))
+        dprobs = torch.einsum("bqgrd, bkgd -> bgrqk", wide_dout, wide_v)
+        dscores = probs * (dprobs - delta_rows) * scale
+        dv[:, keys] += torch.einsum("bgrqk, bqgrd -> bkgd", probs, wide_dout)
+        dk[:, keys] += torch.einsum("bgrqk, bqgrd -> bkgd", dscores, wide_q)
+        dq[:, rows] += rearrange(torch.einsum("bgrqk, bkgd -> bqgrd", dscores, wide_k), "b q g r d -> b q (g r) d")
+    for result, total in zip(results, sums, strict=True):
+        result.copy_(total)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32: where products and sums are made."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """`scale * q k^T`, `(b, g, r, q, k)`."""
+    q = rearrange(_wide(q), "b q (g r) d -> b g r q d", g=k.shape[2])
+    return torch.einsum("bgrqd, bkgd -> bgrqk", q * scale, _wide(k))
+
+
+def _visible(visit: Visit, rows: slice, keys: slice, device: torch.device) -> Tensor:
+    query = runs_to_positions(visit.queries, device)[rows]
+    key = runs_to_positions(visit.keys, device)[keys]
+    return visit.mask.visible(rearrange(query, "q -> q 1"), rearrange(key, "k -> 1 k"))

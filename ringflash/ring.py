@@ -1,0 +1,95 @@
+"""The ring: the forward loop and the backward loop. Transport, plan and backend are handed in; nothing is decided here.
+
+Legend: `q_bshd`, `k_bsgd`, `v_bsgd` are this rank's shards; `lse_bhs` natural log. Sums over visits are fp32 (fp64 for
+fp64 inputs); with one visit there is nothing to sum and the backend writes the inputs' dtype directly.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from . import comm
+from .merge import Partial
+from .plan import Plan, Visit
+
+
+class Forward(Protocol):
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool
+    ) -> None: ...
+
+
+class Delta(Protocol):
+    def __call__(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor: ...
+
+
+class Backward(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        visit: Visit,
+        scale: float,
+        dq: Tensor,
+        take_dkv: Callable[[], tuple[Tensor, Tensor]],
+        first: bool,
+    ) -> None: ...
+
+
+class Backend(NamedTuple):
+    """The local attention: `reference.py` or `local_kernel.py`."""
+
+    forward: Forward
+    compute_delta: Delta
+    backward: Backward
+
+
+def ring_forward(
+    backend: Backend, plan: Plan, transport: comm.Transport | None, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> Partial:
+    """Attention of this rank's queries over the whole sequence: `out (b, s, h, d_v)` in q's dtype, `lse (b, h, s)`."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    total = Partial(
+        out=q.new_empty(*q.shape[:3], v.shape[3], dtype=q.dtype if plan.hops == 0 else wide),
+        lse=q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide),
+    )
+    for step, visit, k_here, v_here in comm.visits(plan, k, v, transport):
+        if visit is not None:
+            backend.forward(q, k_here, v_here, visit, scale, into=total, first=step == 0)
+    return Partial(total.out.to(q.dtype), total.lse)
+
+
+def ring_backward(
+    backend: Backend,
+    plan: Plan,
+    transport: comm.Transport | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    result: Partial,
+    dout: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)` of this rank's shards, from every rank's queries and keys; each in its input's dtype."""
+    sums = q.dtype if plan.hops == 0 else torch.promote_types(q.dtype, torch.float32)
+    delta = backend.compute_delta(result.out, dout, dlse)
+    dq = torch.empty(q.shape, dtype=sums, device=q.device)
+    gradients = comm.Gradients(plan, k, v, sums, transport)
+    for step, visit, k_here, v_here in comm.visits(plan, k, v, transport):
+        gradients.arrive(step)
+        if visit is None:
+            gradients.take()
+            continue
+        backend.backward(
+            q, k_here, v_here, dout, result.lse, delta, visit, scale, dq=dq, take_dkv=gradients.take, first=step == 0
+        )
+    dk, dv = gradients.home()
+    shared = plan.hops > 0  # dk and dv then lie in one buffer, and results must not alias each other
+    return dq.to(q.dtype), dk.to(k.dtype, copy=shared), dv.to(v.dtype, copy=shared)

@@ -1,0 +1,150 @@
+"""Sharding a sequence over the ranks of a group, and putting it together again.
+
+A whole tensor is *replicated*: the same on every rank, and so is its gradient. That makes `shard` and `unshard` each
+other's inverse in the backward pass too, and a sharded program differentiates as the unsharded one would.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import comm
+from .layout import count_rows, layout_runs, put_rows, runs_to_positions, take_rows
+
+Group = dist.ProcessGroup | DeviceMesh
+
+
+def process_group(group: Group) -> dist.ProcessGroup:
+    """The ProcessGroup of `group`, which may be a 1-D DeviceMesh. Raises `ValueError` for anything else."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got a mesh of shape {group.shape}")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not in the group it passed")
+    return group
+
+
+def positions(
+    seq_len: int, *, group: Group, layout: str = "zigzag", device: torch.device | str | None = None
+) -> Tensor:
+    """This rank's positions in the global sequence, in the order of its rows: what RoPE needs.
+
+    Args:
+        seq_len: tokens in the global sequence; any length, divisible or not.
+        group: ProcessGroup or 1-D DeviceMesh that the sequence is sharded over.
+        layout: "contiguous", "zigzag" or "striped".
+        device: of the result, default the CPU.
+
+    Returns:
+        int64 `(rows,)`, strictly ascending; empty on a rank that holds no row.
+
+    Raises:
+        ValueError: unknown layout, negative `seq_len`, or not a group.
+
+    Example: zigzag, 2 ranks, 8 tokens -> rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5.
+    """
+    return runs_to_positions(_runs(seq_len, process_group(group), layout), device)
+
+
+def shard(x: Tensor, *, group: Group, layout: str = "zigzag", dim: int = 1) -> Tensor:
+    """This rank's rows of a whole tensor that every rank has. No communication, except in the backward pass.
+
+    Args:
+        x: the whole tensor, the same on every rank, any dtype; the sequence is dimension `dim`, of any length.
+        group: ProcessGroup or 1-D DeviceMesh.
+        layout: "contiguous", "zigzag" or "striped".
+        dim: the sequence dimension; negative counts from the end.
+
+    Returns:
+        A new contiguous tensor, like `x` but with this rank's rows along `dim`, in ascending order of position.
+        Differentiable: the gradient of `x` is gathered, whole and the same on every rank.
+
+    Raises:
+        ValueError: unknown layout, `dim` out of range, or not a group.
+
+    Example: zigzag, 2 ranks, `x = [0 1 2 3 4 5 6 7]` -> rank 0 gets `[0 1 6 7]`.
+    """
+    return _Shard.apply(x, process_group(group), layout, _dimension(x, dim))
+
+
+def unshard(x: Tensor, *, group: Group, layout: str = "zigzag", dim: int = 1, seq_len: int | None = None) -> Tensor:
+    """The whole tensor from every rank's rows: the inverse of `shard`. One all-gather.
+
+    Args:
+        x: this rank's rows, any dtype; the sequence is dimension `dim`.
+        group, layout, dim: as they were given to `shard`.
+        seq_len: tokens in the global sequence; default `rows * world_size`, so say it when that does not hold.
+
+    Returns:
+        The whole tensor, on every rank. Differentiable: the gradient of the result is taken to be the same on every
+        rank (each computes the same loss from the whole tensor), and each keeps its own rows of it.
+
+    Raises:
+        ValueError: the number of rows is not what the layout gives this rank of `seq_len`, and for what `shard` raises.
+
+    Example: zigzag, 2 ranks holding `[0 1 6 7]` and `[2 3 4 5]` -> `[0 1 2 3 4 5 6 7]` on both.
+    """
+    group, dim = process_group(group), _dimension(x, dim)
+    seq_len = x.shape[dim] * dist.get_world_size(group) if seq_len is None else seq_len
+    check_rows("x", x.shape[dim], seq_len, group, layout)
+    return _Unshard.apply(x, group, layout, dim, seq_len)
+
+
+def check_rows(name: str, rows: int, seq_len: int, group: dist.ProcessGroup, layout: str) -> None:
+    """Raise `ValueError` unless `rows` is what the layout gives this rank."""
+    expected = count_rows(_runs(seq_len, group, layout))
+    if rows != expected:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        raise ValueError(
+            f"{layout} gives rank {rank} of {world_size} {expected} rows of seq_len={seq_len}, got {rows} in {name}"
+        )
+
+
+def _runs(seq_len: int, group: dist.ProcessGroup, layout: str):
+    return layout_runs(layout, seq_len, dist.get_world_size(group), dist.get_rank(group))
+
+
+def _dimension(x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be in [{-x.ndim}, {x.ndim}) for a tensor of shape {tuple(x.shape)}, got {dim}")
+    return dim % x.ndim
+
+
+def _take_mine(x: Tensor, group: dist.ProcessGroup, layout: str, dim: int) -> Tensor:
+    return take_rows(x, _runs(x.shape[dim], group, layout), dim)
+
+
+def _gather_all(x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, seq_len: int) -> Tensor:
+    world_size = dist.get_world_size(group)
+    runs_by_rank = [layout_runs(layout, seq_len, world_size, rank) for rank in range(world_size)]
+    shards = comm.all_gather_rows(x.movedim(dim, 0), tuple(map(count_rows, runs_by_rank)), group)
+    whole = x.new_empty(*x.shape[:dim], seq_len, *x.shape[dim + 1 :])
+    for runs, rows in zip(runs_by_rank, shards, strict=True):
+        put_rows(whole, rows.movedim(0, dim), runs, dim)
+    return whole
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, layout: str, dim: int) -> Tensor:
+        ctx.how = group, layout, dim, x.shape[dim]
+        return _take_mine(x, group, layout, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gather_all(grad, *ctx.how), None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, seq_len: int) -> Tensor:
+        ctx.how = group, layout, dim
+        return _gather_all(x, group, layout, dim, seq_len)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _take_mine(grad, *ctx.how), None, None, None, None
