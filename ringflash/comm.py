@@ -11,7 +11,7 @@ they are `hops` ranks away from their owner and go home in one message.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,7 +67,7 @@ class GlooTransport:
 
 
 class _Staged:
-    """A gloo exchange of CUDA tensors. The host waits for its own copy, never for the device's compute stream's tail."""
+    """A gloo exchange of CUDA tensors. The host waits for its copy alone, not for work launched after it."""
 
     def __init__(self, gloo: GlooTransport, send: Tensor, receive: Tensor, to: int, source: int, tag: int):
         self.gloo, self.receive, self.peers = gloo, receive, (to, source, tag)

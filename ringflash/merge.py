@@ -13,7 +13,7 @@ NEG_INF = float("-inf")
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys: `out_bshd`, normalised over them, and `lse_bhs`. Over no key it is `(0, -inf)`."""
+    """Attention over some of the keys: `out_bshd`, normalised over them, and `lse_bhs`; over none `(0, -inf)`."""
 
     out: Tensor
     lse: Tensor
