@@ -1,0 +1,686 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# (jitted code is Triton's language, not Python's types)
+"""Local attention in Triton: one launch per visit forward, two backward, in every layout and under every mask.
+
+Legend: `q_bshd`, `k_bsgd`, `v_bsgd`, `out_bshd`; `lse_bhs` natural log, fp32; `delta_bhs` fp32. In a kernel, scores are
+in base 2 (`LOG2E` folded into the scale), rows are indices into a shard, positions are global. Products are written
+with their shapes: Q, K rows of a tile, D and DV head dims.
+
+A kernel gets, for each of its blocks, the range `begin, full_begin, full_end, end` of the other side's rows (see
+plan.py, Note [One contiguous range]), and the positions of both sides. Tiles inside `[full_begin, full_end)` run no
+mask code; the tiles around them are masked by position. So no kernel knows a layout or a mask by name.
+
+Note [Two kernels backward]. dK/dV of a block of keys, then dQ of a block of queries: seven products instead of five,
+but each result is owned by one program, so sums are in place, in fp32 and in one order: always deterministic, and no
+atomics. dQ goes first: the dK/dV that the ring brings may still be on its way.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .layout import Runs, runs_to_positions
+from .merge import Partial
+from .plan import Visit
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2.0))
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+# Verbs --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_rows(
+    src,
+    batch,
+    head,
+    row,
+    end,
+    stride_b,
+    stride_s,
+    stride_h,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TMA: tl.constexpr,
+    CHECK: tl.constexpr,
+):
+    """Rows `row ... row + ROWS` of one head, `[ROWS, COLS]`; columns past DIM are 0, and so are rows past `end`.
+
+    `src` is a 4-D tensor descriptor (TMA), or a pointer. A descriptor's rows past `end` hold whatever follows there,
+    0 past the tensor: what depends on them is masked by the caller, or never stored.
+    """
+    if TMA:
+        tile = src.load([batch, row, head, 0]).reshape([ROWS, COLS])
+    else:
+        rows = tl.arange(0, ROWS)
+        cols = tl.arange(0, COLS)
+        base = src + batch.to(tl.int64) * stride_b + row.to(tl.int64) * stride_s + head.to(tl.int64) * stride_h
+        pointers = base + rows[:, None] * stride_s + cols[None, :]
+        if CHECK:
+            tile = tl.load(pointers, mask=(row + rows < end)[:, None] & (cols < DIM)[None, :], other=0.0)
+        elif COLS != DIM:
+            tile = tl.load(pointers, mask=(cols < DIM)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _rows_pointers(base, batch, head, row, stride_b, stride_s, stride_h, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Pointers to rows `row ... row + ROWS` of one head, `[ROWS, COLS]`."""
+    base += batch.to(tl.int64) * stride_b + row.to(tl.int64) * stride_s + head.to(tl.int64) * stride_h
+    return base + tl.arange(0, ROWS)[:, None] * stride_s + tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def _positions(table, start, step, rows, end, ARITHMETIC: tl.constexpr):
+    """Global positions of rows: arithmetic when they are one run, else from the table."""
+    if ARITHMETIC:
+        return start + step * rows
+    return tl.load(table + rows, mask=rows < end, other=0)
+
+
+@triton.jit
+def _visible(query, key, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """The mask's predicate by position; the arguments broadcast. As `Mask.visible`."""
+    seen = (query == query) & (key == key)
+    if HAS_LEFT:
+        seen &= key >= query - left
+    if HAS_RIGHT:
+        seen &= key <= query + right
+    return seen
+
+
+@triton.jit
+def _load_range(ranges, block):
+    """`begin, full_begin, full_end, end` of a block."""
+    row = ranges + block * 4
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def _tile_counts(begin, full_begin, full_end, end, TILE: tl.constexpr):
+    """`(left, full, right)`: tiles masked before the full part, tiles in it, tiles masked from there to the end."""
+    left = tl.cdiv(full_begin - begin, TILE)
+    full = (full_end - full_begin) // TILE
+    right = tl.cdiv(end - (full_begin + full * TILE), TILE)
+    return left, full, right
+
+
+@triton.jit
+def _masked_tile(i, left, begin, full_begin, full, end, TILE: tl.constexpr):
+    """First row of the `i`-th masked tile and the row that it stops before."""
+    is_left = i < left
+    row = tl.where(is_left, begin + i * TILE, full_begin + (full + i - left) * TILE)
+    return row, tl.where(is_left, full_begin, end)
+
+
+@triton.jit
+def _online_softmax_update(scores, row_max, row_sum, scale_log2, MASKED: tl.constexpr):
+    """One step of the online softmax: `(p, rescale, row_max, row_sum)`; a row that has seen no key keeps max -inf."""
+    row_max_new = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    pivot = row_max_new
+    if MASKED:
+        pivot = tl.where(row_max_new == NEG_INF, 0.0, row_max_new)
+    p = tl.exp2(scores * scale_log2 - pivot[:, None])
+    rescale = tl.exp2(row_max - pivot)
+    return p, rescale, row_max_new, row_sum * rescale + tl.sum(p, 1)
+
+
+# Forward ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _attend(
+    q_tile, k, v, acc, row_max, row_sum, query, batch, kv_head, row, end,
+    k_table, k_start, k_step, left, right, scale_log2,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys."""
+    k_tile = _load_rows(k, batch, kv_head, row, end, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, MASKED)
+    scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
+    if MASKED:
+        rows = row + tl.arange(0, BLOCK_K)
+        key = _positions(k_table, k_start, k_step, rows, end, K_ARITHMETIC)
+        seen = _visible(query[:, None], key[None, :], left, right, HAS_LEFT, HAS_RIGHT) & (rows < end)[None, :]
+        scores = tl.where(seen, scores, NEG_INF)
+    p, rescale, row_max, row_sum = _online_softmax_update(scores, row_max, row_sum, scale_log2, MASKED)
+    v_tile = _load_rows(
+        v, batch, kv_head, row, end, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, MASKED
+    )
+    # [Q, K] @ [K, DV] -> [Q, DV]
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, out, lse, ranges, q_table, k_table,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh,
+    n_q, q_start, q_step, k_start, k_step, left, right, scale_log2, heads_per_kv,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MERGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head against the keys it sees; the last block first (under a causal mask, longest)."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    kv_head = head // heads_per_kv
+    begin, full_begin, full_end, end = _load_range(ranges, block)
+    if MERGE:
+        if begin == end:  # merging the identity
+            return
+    row_q = block * BLOCK_Q
+    rows_q = row_q + tl.arange(0, BLOCK_Q)
+    query = _positions(q_table, q_start, q_step, rows_q, n_q, Q_ARITHMETIC)
+    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, True)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_Q], NEG_INF, tl.float32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
+
+    tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_K)
+    for i in range(0, tiles_full):
+        acc, row_max, row_sum = _attend(
+            q_tile, k, v, acc, row_max, row_sum, query, batch, kv_head, full_begin + i * BLOCK_K, end,
+            k_table, k_start, k_step, left, right, scale_log2,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, K_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
+        )  # fmt: skip
+    for i in range(0, tiles_left + tiles_right):
+        row, stop = _masked_tile(i, tiles_left, begin, full_begin, tiles_full, end, BLOCK_K)
+        acc, row_max, row_sum = _attend(
+            q_tile, k, v, acc, row_max, row_sum, query, batch, kv_head, row, stop,
+            k_table, k_start, k_step, left, right, scale_log2,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, K_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
+        )  # fmt: skip
+
+    # Epilogue: normalise, and merge with what the visits before this one left. See merge.py.
+    seen_any = row_sum > 0
+    row_sum = tl.where(seen_any, row_sum, 1.0)
+    result = acc / row_sum[:, None]
+    total = tl.where(seen_any, row_max + tl.log2(row_sum), NEG_INF)
+    in_rows = rows_q < n_q
+    lse_rows = lse + (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q + rows_q
+    out_rows = _rows_pointers(out, batch, head, row_q, stride_ob, stride_os, stride_oh, BLOCK_Q, BLOCK_DV)
+    in_out = in_rows[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
+    if MERGE:
+        before = tl.load(lse_rows, mask=in_rows, other=NEG_INF) * LOG2E
+        largest = tl.maximum(before, total)
+        pivot = tl.where(largest == NEG_INF, 0.0, largest)
+        weight_before = tl.exp2(before - pivot)
+        weight = tl.exp2(total - pivot)
+        sum_of_weights = weight_before + weight
+        total = pivot + tl.log2(sum_of_weights)
+        norm = 1.0 / tl.where(sum_of_weights > 0, sum_of_weights, 1.0)
+        out_before = tl.load(out_rows, mask=in_out, other=0.0)
+        result = result * (weight * norm)[:, None] + out_before * (weight_before * norm)[:, None]
+    tl.store(out_rows, result.to(out.dtype.element_ty), mask=in_out)
+    tl.store(lse_rows, total * LN2, mask=in_rows)
+
+
+# Backward -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _delta_kernel(
+    out, dout, dlse, delta, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
+    stride_lb, stride_lh, stride_ls, n_q,
+    DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """`delta = rowsum(dout * out) - dlse`."""
+    row, head, batch = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
+    rows = row + tl.arange(0, BLOCK_Q)
+    in_rows = rows < n_q
+    in_tile = in_rows[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
+    out_rows = _rows_pointers(out, batch, head, row, stride_ob, stride_os, stride_oh, BLOCK_Q, BLOCK_DV)
+    dout_rows = _rows_pointers(dout, batch, head, row, stride_db, stride_ds, stride_dh, BLOCK_Q, BLOCK_DV)
+    out_tile = tl.load(out_rows, mask=in_tile, other=0.0).to(tl.float32)
+    dout_tile = tl.load(dout_rows, mask=in_tile, other=0.0).to(tl.float32)
+    result = tl.sum(out_tile * dout_tile, 1)
+    if HAS_DLSE:
+        start = batch.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh
+        result -= tl.load(dlse + start + rows.to(tl.int64) * stride_ls, mask=in_rows, other=0.0)
+    tl.store(delta + (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q + rows, result, mask=in_rows)
+
+
+@triton.jit
+def _dq_step(
+    q_tile, dout_tile, k, v, dq, lse_rows, delta_rows, query, batch, kv_head, row, end,
+    k_table, k_start, k_step, left, right, scale_log2,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dQ from one tile of keys."""
+    k_tile = _load_rows(k, batch, kv_head, row, end, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, MASKED)
+    v_tile = _load_rows(
+        v, batch, kv_head, row, end, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, MASKED
+    )
+    scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
+    p = tl.exp2(scores * scale_log2 - lse_rows[:, None])
+    if MASKED:
+        rows = row + tl.arange(0, BLOCK_K)
+        key = _positions(k_table, k_start, k_step, rows, end, K_ARITHMETIC)
+        seen = _visible(query[:, None], key[None, :], left, right, HAS_LEFT, HAS_RIGHT) & (rows < end)[None, :]
+        p = tl.where(seen, p, 0.0)
+    dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)  # [Q, DV] @ [DV, K] -> [Q, K]
+    ds = p * (dp - delta_rows[:, None])
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)  # [Q, K] @ [K, D] -> [Q, D]
+
+
+@triton.jit
+def _dq_kernel(
+    q, k, v, dout, lse, delta, dq, ranges, q_table, k_table,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
+    n_q, q_start, q_step, k_start, k_step, left, right, scale, scale_log2, heads_per_kv,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries of one head."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    kv_head = head // heads_per_kv
+    begin, full_begin, full_end, end = _load_range(ranges, block)
+    if ADD:
+        if begin == end:
+            return
+    row_q = block * BLOCK_Q
+    rows_q = row_q + tl.arange(0, BLOCK_Q)
+    in_rows = rows_q < n_q
+    query = _positions(q_table, q_start, q_step, rows_q, n_q, Q_ARITHMETIC)
+    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, True)
+    dout_tile = _load_rows(
+        dout, batch, head, row_q, n_q, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, TMA, True
+    )
+    head_rows = (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q
+    lse_rows = tl.load(lse + head_rows + rows_q, mask=in_rows, other=float("inf")) * LOG2E
+    delta_rows = tl.load(delta + head_rows + rows_q, mask=in_rows, other=0.0)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+
+    tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_K)
+    for i in range(0, tiles_full):
+        acc = _dq_step(
+            q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, query, batch, kv_head, full_begin + i * BLOCK_K, end,
+            k_table, k_start, k_step, left, right, scale_log2,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, K_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
+        )  # fmt: skip
+    for i in range(0, tiles_left + tiles_right):
+        row, stop = _masked_tile(i, tiles_left, begin, full_begin, tiles_full, end, BLOCK_K)
+        acc = _dq_step(
+            q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, query, batch, kv_head, row, stop,
+            k_table, k_start, k_step, left, right, scale_log2,
+            stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, K_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
+        )  # fmt: skip
+
+    dq_rows = _rows_pointers(dq, batch, head, row_q, stride_gb, stride_gs, stride_gh, BLOCK_Q, BLOCK_D)
+    _store_or_add(dq_rows, acc * scale, in_rows[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :], ADD)
+
+
+@triton.jit
+def _dkv_step(
+    k_tile, v_tile, q, dout, lse, delta, dk, dv, key, batch, head, row, end, head_rows,
+    q_table, q_start, q_step, left, right, scale_log2,
+    stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    Q_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dK and dV from one tile of queries; scores transposed, so that P and dS are left operands of their products."""
+    rows = row + tl.arange(0, BLOCK_Q)
+    q_tile = _load_rows(q, batch, head, row, end, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, MASKED)
+    dout_tile = _load_rows(
+        dout, batch, head, row, end, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, TMA, MASKED
+    )
+    if MASKED:
+        lse_rows = tl.load(lse + head_rows + rows, mask=rows < end, other=float("inf")) * LOG2E
+        delta_rows = tl.load(delta + head_rows + rows, mask=rows < end, other=0.0)
+    else:
+        lse_rows = tl.load(lse + head_rows + rows) * LOG2E
+        delta_rows = tl.load(delta + head_rows + rows)
+    scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # [K, D] @ [D, Q] -> [K, Q]
+    p = tl.exp2(scores * scale_log2 - lse_rows[None, :])
+    if MASKED:
+        query = _positions(q_table, q_start, q_step, rows, end, Q_ARITHMETIC)
+        seen = _visible(query[None, :], key[:, None], left, right, HAS_LEFT, HAS_RIGHT) & (rows < end)[None, :]
+        p = tl.where(seen, p, 0.0)
+    dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)  # [K, Q] @ [Q, DV] -> [K, DV]
+    dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)  # [K, DV] @ [DV, Q] -> [K, Q]
+    ds = p * (dp - delta_rows[None, :])
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)  # [K, Q] @ [Q, D] -> [K, D]
+    return dk, dv
+
+
+@triton.jit
+def _dkv_kernel(
+    q, k, v, dout, lse, delta, dk, dv, ranges, q_table, k_table,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_wb, stride_ws, stride_wh,
+    n_q, n_k, q_start, q_step, k_start, k_step, left, right, scale, scale_log2, heads_per_kv,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys of one key/value head, from all the query heads that it serves."""
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2)
+    begin, full_begin, full_end, end = _load_range(ranges, block)
+    if ADD:
+        if begin == end:
+            return
+    row_k = block * BLOCK_K
+    rows_k = row_k + tl.arange(0, BLOCK_K)
+    key = _positions(k_table, k_start, k_step, rows_k, n_k, K_ARITHMETIC)
+    k_tile = _load_rows(k, batch, kv_head, row_k, n_k, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, True)
+    v_tile = _load_rows(
+        v, batch, kv_head, row_k, n_k, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, True
+    )
+    acc_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    acc_dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_Q)
+
+    for head_of_group in range(0, heads_per_kv):
+        head = kv_head * heads_per_kv + head_of_group
+        head_rows = (batch.to(tl.int64) * tl.num_programs(1) * heads_per_kv + head) * n_q
+        for i in range(0, tiles_full):
+            acc_dk, acc_dv = _dkv_step(
+                k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
+                full_begin + i * BLOCK_Q, end, head_rows, q_table, q_start, q_step, left, right, scale_log2,
+                stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+                D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
+            )  # fmt: skip
+        for i in range(0, tiles_left + tiles_right):
+            row, stop = _masked_tile(i, tiles_left, begin, full_begin, tiles_full, end, BLOCK_Q)
+            acc_dk, acc_dv = _dkv_step(
+                k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
+                row, stop, head_rows, q_table, q_start, q_step, left, right, scale_log2,
+                stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+                D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
+            )  # fmt: skip
+
+    in_rows = (rows_k < n_k)[:, None]
+    dk_rows = _rows_pointers(dk, batch, kv_head, row_k, stride_gb, stride_gs, stride_gh, BLOCK_K, BLOCK_D)
+    dv_rows = _rows_pointers(dv, batch, kv_head, row_k, stride_wb, stride_ws, stride_wh, BLOCK_K, BLOCK_DV)
+    _store_or_add(dk_rows, acc_dk * scale, in_rows & (tl.arange(0, BLOCK_D) < D)[None, :], ADD)
+    _store_or_add(dv_rows, acc_dv, in_rows & (tl.arange(0, BLOCK_DV) < DV)[None, :], ADD)
+
+
+@triton.jit
+def _store_or_add(pointers, value, mask, ADD: tl.constexpr):
+    if ADD:
+        value += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
+
+
+# Tiles --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel is cut: rows of queries and keys in a tile, warps, stages of the load pipeline, how loads are made."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tma: bool
+
+
+@dataclass(frozen=True)
+class Tiles:
+    forward: Tile
+    dq: Tile
+    dkv: Tile
+
+
+@lru_cache
+def choose_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """The tiles for a shape, dtype and compute capability: a pure function, so every rank makes the same choice."""
+    dim = max(_padded(head_dim), _padded(v_dim))
+    tma = capability >= (9, 0)
+    if dtype == torch.float32:
+        block = 64 if dim <= 64 else 32
+        tile = Tile(block, block if dim <= 128 else 16, 4, 1 if dim > 128 else 2, tma=False)
+        return Tiles(tile, tile, tile)
+    if capability < (9, 0):
+        if dim <= 64:
+            return Tiles(*(Tile(*shape, 4, 3, tma) for shape in ((128, 64), (64, 64), (64, 64))))
+        if dim <= 128:
+            return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma))
+        return Tiles(Tile(64, 32, 8, 2, tma), Tile(32, 32, 8, 1, tma), Tile(32, 32, 8, 1, tma))
+    if dim <= 64:
+        return Tiles(Tile(128, 128, 8, 3, tma), Tile(128, 128, 8, 2, tma), Tile(64, 128, 8, 3, tma))
+    if dim <= 128:
+        return Tiles(Tile(128, 128, 8, 2, tma), Tile(128, 64, 8, 3, tma), Tile(64, 128, 8, 2, tma))
+    return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 1, tma), Tile(32, 64, 8, 1, tma))
+
+
+def _padded(dim: int) -> int:
+    return max(triton.next_power_of_2(dim), 16)
+
+
+# Launchers: the backend's three functions ---------------------------------------------------------------------------
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
+    """Attend to one shard and merge the partial result into the running one. As `reference.forward`."""
+    if into.out.numel() == 0 and into.lse.numel() == 0:
+        return
+    q, k, v = map(_aligned, (q, k, v))
+    tile = _tiles(q, v).forward
+    shape = _shape(q, k, v, tile)
+    ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
+    _forward_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
+        q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
+        k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
+        v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
+        out=into.out,
+        lse=into.lse,
+        ranges=ranges,
+        n_q=q.shape[1],
+        scale_log2=scale * LOG2E.value,
+        MERGE=not first,
+        **_strides(q=q, k=k, v=v, o=into.out),
+        **shape,
+        **positions,
+        **mask,
+    )
+
+
+def compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """`delta = rowsum(dout * out) - dlse`, fp32 `(b, h, s)`. As `reference.compute_delta`."""
+    b, s, h, dim = out.shape
+    delta = torch.empty(b, h, s, dtype=torch.float32, device=out.device)
+    if delta.numel() == 0:
+        return delta
+    out, dout = _aligned(out), _aligned(dout)
+    lse_strides = (0, 0, 0) if dlse is None else dlse.stride()
+    _delta_kernel[(triton.cdiv(s, 64), h, b)](
+        out=out,
+        dout=dout,
+        dlse=dlse,
+        delta=delta,
+        stride_lb=lse_strides[0],
+        stride_lh=lse_strides[1],
+        stride_ls=lse_strides[2],
+        n_q=s,
+        DV=dim,
+        BLOCK_Q=64,
+        BLOCK_DV=_padded(dim),
+        HAS_DLSE=dlse is not None,
+        num_warps=4,
+        **_strides(o=out, d=dout),
+    )
+    return delta
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    visit: Visit,
+    scale: float,
+    dq: Tensor,
+    take_dkv: Callable[[], tuple[Tensor, Tensor]],
+    first: bool,
+) -> None:
+    """One shard's share of the gradients. As `reference.backward`; see Note [Two kernels backward]."""
+    q, k, v, dout = map(_aligned, (q, k, v, dout))
+    tiles = _tiles(q, v)
+    common = {"q": q, "k": k, "v": v, "dout": dout}
+    numbers = {"lse": lse, "delta": delta, "n_q": q.shape[1], "scale": scale, "scale_log2": scale * LOG2E.value}
+    strides = _strides(q=q, k=k, v=v, o=dout)
+
+    if dq.numel():
+        tile = tiles.dq
+        shape = _shape(q, k, v, tile)
+        ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
+        _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
+            **_sources(common, shape, tile),
+            **numbers,
+            dq=dq,
+            ranges=ranges,
+            ADD=not first,
+            **strides,
+            **_strides(g=dq),
+            **shape,
+            **positions,
+            **mask,
+        )
+    dk, dv = take_dkv()
+    if dk.numel():
+        tile = tiles.dkv
+        shape = _shape(q, k, v, tile)
+        ranges, positions, mask = _visit_arguments(visit, "keys", tile.block_k, q.device)
+        _dkv_kernel[(triton.cdiv(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
+            **_sources(common, shape, tile),
+            **numbers,
+            dk=dk,
+            dv=dv,
+            n_k=k.shape[1],
+            ranges=ranges,
+            ADD=not first,
+            **strides,
+            **_strides(g=dk, w=dv),
+            **shape,
+            **positions,
+            **mask,
+        )
+
+
+def _tiles(q: Tensor, v: Tensor) -> Tiles:
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)  # the interpreter has no TMA
+    return choose_tiles(q.shape[3], v.shape[3], q.dtype, capability)
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, object]:
+    return {
+        "heads_per_kv": q.shape[2] // k.shape[2],
+        "D": q.shape[3],
+        "DV": v.shape[3],
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k,
+        "BLOCK_D": _padded(q.shape[3]),
+        "BLOCK_DV": _padded(v.shape[3]),
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",  # "tf32" says nothing to fp16 and bf16
+        "TMA": tile.tma,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """`x` itself where kernels and TMA can read it: unit stride in the head dim, the rest multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    good = x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    for dim in range(3):
+        if x.shape[dim] > 1:
+            good = good and x.stride(dim) > 0 and x.stride(dim) % unit == 0 and x.stride(1) < 2**23
+    return x if good else x.clone(memory_format=torch.contiguous_format)
+
+
+def _source(x: Tensor, rows: int, cols: int, tile: Tile):
+    """What a kernel loads `[rows, cols]` tiles from: a descriptor with TMA, else the tensor."""
+    if not tile.tma:
+        return x
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, cols])
+
+
+def _sources(tensors: dict[str, Tensor], shape: dict, tile: Tile) -> dict[str, object]:
+    rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k, "v": tile.block_k}
+    cols = {"q": shape["BLOCK_D"], "k": shape["BLOCK_D"], "v": shape["BLOCK_DV"], "dout": shape["BLOCK_DV"]}
+    return {name: _source(x, rows[name], cols[name], tile) for name, x in tensors.items()}
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """`stride_qb`, `stride_qs`, `stride_qh` for q, and so on."""
+    return {
+        f"stride_{name}{axis}": stride
+        for name, x in tensors.items()
+        for axis, stride in zip("bsh", x.stride(), strict=False)
+    }
+
+
+def _visit_arguments(
+    visit: Visit, blocks: Literal["queries", "keys"], block: int, device: torch.device
+) -> tuple[Tensor, dict[str, object], dict[str, object]]:
+    """The ranges that blocks of queries (or of keys) see, the positions of both sides, and the mask."""
+    ranges = _ranges(visit, blocks, block, device)
+    q_table, q_start, q_step = _position_arguments(visit.queries, device)
+    k_table, k_start, k_step = _position_arguments(visit.keys, device)
+    positions = {
+        "q_table": q_table, "q_start": q_start, "q_step": q_step, "Q_ARITHMETIC": q_table is None,
+        "k_table": k_table, "k_start": k_start, "k_step": k_step, "K_ARITHMETIC": k_table is None,
+    }  # fmt: skip
+    left, right = visit.mask.left, visit.mask.right
+    mask = {"left": left or 0, "right": right or 0, "HAS_LEFT": left is not None, "HAS_RIGHT": right is not None}
+    return ranges, positions, mask
+
+
+@lru_cache(maxsize=1024)
+def _position_arguments(runs: Runs, device: torch.device) -> tuple[Tensor | None, int, int]:
+    """`(table, start, step)`; no table where the positions are one run."""
+    if len(runs) == 1:
+        return None, runs[0].start, runs[0].step
+    return _to_device(runs_to_positions(runs).to(torch.int32), device), 0, 0
+
+
+@lru_cache(maxsize=1024)
+def _ranges(visit: Visit, blocks: Literal["queries", "keys"], block: int, device: torch.device) -> Tensor:
+    return _to_device(visit.key_ranges(block) if blocks == "queries" else visit.query_ranges(block), device)
+
+
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Without stopping the host: from pinned memory."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
