@@ -11,6 +11,9 @@ A kernel gets, for each of its blocks, the range `begin, full_begin, full_end, e
 plan.py, Note [One contiguous range]), and the positions of both sides. Tiles inside `[full_begin, full_end)` run no
 mask code; the tiles around them are masked by position. So no kernel knows a layout or a mask by name.
 
+Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
+(its queries) come by pointer: a descriptor's tile would be reshaped in registers, and stay in them for the whole loop.
+
 Note [Two kernels backward]. dK/dV of a block of keys, then dQ of a block of queries: seven products instead of five,
 but each result is owned by one program, so sums are in place, in fp32 and in one order: always deterministic, and no
 atomics. dQ goes first: the dK/dV that the ring brings may still be on its way.
@@ -88,8 +91,10 @@ def _rows_pointers(base, batch, head, row, stride_b, stride_s, stride_h, ROWS: t
 def _positions(table, start, step, rows, end, ARITHMETIC: tl.constexpr):
     """Global positions of rows: arithmetic when they are one run, else from the table."""
     if ARITHMETIC:
-        return start + step * rows
-    return tl.load(table + rows, mask=rows < end, other=0)
+        position = start + step * rows
+    else:
+        position = tl.load(table + rows, mask=rows < end, other=0)
+    return position
 
 
 @triton.jit
@@ -191,7 +196,7 @@ def _forward_kernel(
     row_q = block * BLOCK_Q
     rows_q = row_q + tl.arange(0, BLOCK_Q)
     query = _positions(q_table, q_start, q_step, rows_q, n_q, Q_ARITHMETIC)
-    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, True)
+    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, False, True)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_Q], NEG_INF, tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
@@ -312,9 +317,9 @@ def _dq_kernel(
     rows_q = row_q + tl.arange(0, BLOCK_Q)
     in_rows = rows_q < n_q
     query = _positions(q_table, q_start, q_step, rows_q, n_q, Q_ARITHMETIC)
-    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, True)
+    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, False, True)
     dout_tile = _load_rows(
-        dout, batch, head, row_q, n_q, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, TMA, True
+        dout, batch, head, row_q, n_q, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, False, True
     )
     head_rows = (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q
     lse_rows = tl.load(lse + head_rows + rows_q, mask=in_rows, other=float("inf")) * LOG2E
@@ -398,9 +403,9 @@ def _dkv_kernel(
     row_k = block * BLOCK_K
     rows_k = row_k + tl.arange(0, BLOCK_K)
     key = _positions(k_table, k_start, k_step, rows_k, n_k, K_ARITHMETIC)
-    k_tile = _load_rows(k, batch, kv_head, row_k, n_k, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, True)
+    k_tile = _load_rows(k, batch, kv_head, row_k, n_k, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, False, True)
     v_tile = _load_rows(
-        v, batch, kv_head, row_k, n_k, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, True
+        v, batch, kv_head, row_k, n_k, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, False, True
     )
     acc_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
@@ -498,7 +503,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     shape = _shape(q, k, v, tile)
     ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
     _forward_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
-        q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
+        q=q,
         k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
         v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
         out=into.out,
@@ -554,10 +559,12 @@ def backward(
     take_dkv: Callable[[], tuple[Tensor, Tensor]],
     first: bool,
 ) -> None:
-    """One shard's share of the gradients. As `reference.backward`; see Note [Two kernels backward]."""
+    """One shard's share of the gradients. As `reference.backward`; see Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
+(its queries) come by pointer: a descriptor's tile would be reshaped in registers, and stay in them for the whole loop.
+
+Note [Two kernels backward]."""
     q, k, v, dout = map(_aligned, (q, k, v, dout))
     tiles = _tiles(q, v)
-    common = {"q": q, "k": k, "v": v, "dout": dout}
     numbers = {"lse": lse, "delta": delta, "n_q": q.shape[1], "scale": scale, "scale_log2": scale * LOG2E.value}
     strides = _strides(q=q, k=k, v=v, o=dout)
 
@@ -566,7 +573,10 @@ def backward(
         shape = _shape(q, k, v, tile)
         ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
         _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
-            **_sources(common, shape, tile),
+            q=q,
+            k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
+            v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
+            dout=dout,
             **numbers,
             dq=dq,
             ranges=ranges,
@@ -583,7 +593,10 @@ def backward(
         shape = _shape(q, k, v, tile)
         ranges, positions, mask = _visit_arguments(visit, "keys", tile.block_k, q.device)
         _dkv_kernel[(triton.cdiv(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
-            **_sources(common, shape, tile),
+            q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
+            k=k,
+            v=v,
+            dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile),
             **numbers,
             dk=dk,
             dv=dv,
@@ -612,11 +625,16 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, object]:
         "BLOCK_K": tile.block_k,
         "BLOCK_D": _padded(q.shape[3]),
         "BLOCK_DV": _padded(v.shape[3]),
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",  # "tf32" says nothing to fp16 and bf16
+        "PRECISION": _precision(q.dtype),
         "TMA": tile.tma,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """How a product of fp32 tiles is made: three tf32 products, as exact as fp32. Says nothing to fp16 and bf16."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -630,17 +648,11 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _source(x: Tensor, rows: int, cols: int, tile: Tile):
-    """What a kernel loads `[rows, cols]` tiles from: a descriptor with TMA, else the tensor."""
+    """What a kernel streams `[rows, cols]` tiles from: a descriptor with TMA, else the tensor."""
     if not tile.tma:
         return x
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, cols])
-
-
-def _sources(tensors: dict[str, Tensor], shape: dict, tile: Tile) -> dict[str, object]:
-    rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k, "v": tile.block_k}
-    cols = {"q": shape["BLOCK_D"], "k": shape["BLOCK_D"], "v": shape["BLOCK_DV"], "dout": shape["BLOCK_DV"]}
-    return {name: _source(x, rows[name], cols[name], tile) for name, x in tensors.items()}
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
