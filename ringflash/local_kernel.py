@@ -84,7 +84,7 @@ def _load_rows(
 def _rows_pointers(base, batch, head, row, stride_b, stride_s, stride_h, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Pointers to rows `row ... row + ROWS` of one head, `[ROWS, COLS]`."""
     base += batch.to(tl.int64) * stride_b + row.to(tl.int64) * stride_s + head.to(tl.int64) * stride_h
-    return base + tl.arange(0, ROWS)[:, None] * stride_s + tl.arange(0, COLS)[None, :]
+    return base + (tl.arange(0, ROWS)[:, None] * stride_s + tl.arange(0, COLS)[None, :])
 
 
 @triton.jit
@@ -362,13 +362,11 @@ def _dkv_step(
     dout_tile = _load_rows(
         dout, batch, head, row, end, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, TMA, MASKED
     )
+    scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # [K, D] @ [D, Q] -> [K, Q]
     if MASKED:
         lse_rows = tl.load(lse + head_rows + rows, mask=rows < end, other=float("inf")) * LOG2E
-        delta_rows = tl.load(delta + head_rows + rows, mask=rows < end, other=0.0)
     else:
         lse_rows = tl.load(lse + head_rows + rows) * LOG2E
-        delta_rows = tl.load(delta + head_rows + rows)
-    scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # [K, D] @ [D, Q] -> [K, Q]
     p = tl.exp2(scores * scale_log2 - lse_rows[None, :])
     if MASKED:
         query = _positions(q_table, q_start, q_step, rows, end, Q_ARITHMETIC)
@@ -376,6 +374,10 @@ def _dkv_step(
         p = tl.where(seen, p, 0.0)
     dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)  # [K, Q] @ [Q, DV] -> [K, DV]
     dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)  # [K, DV] @ [DV, Q] -> [K, Q]
+    if MASKED:
+        delta_rows = tl.load(delta + head_rows + rows, mask=rows < end, other=0.0)
+    else:
+        delta_rows = tl.load(delta + head_rows + rows)
     ds = p * (dp - delta_rows[None, :])
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)  # [K, Q] @ [Q, D] -> [K, D]
     return dk, dv
@@ -403,32 +405,39 @@ def _dkv_kernel(
     row_k = block * BLOCK_K
     rows_k = row_k + tl.arange(0, BLOCK_K)
     key = _positions(k_table, k_start, k_step, rows_k, n_k, K_ARITHMETIC)
-    k_tile = _load_rows(k, batch, kv_head, row_k, n_k, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, False, True)
+    k_tile = _load_rows(
+        k, batch, kv_head, row_k, n_k, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, False, True
+    )
     v_tile = _load_rows(
         v, batch, kv_head, row_k, n_k, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, False, True
     )
+    first_row = batch.to(tl.int64) * tl.num_programs(1) * heads_per_kv  # (batch, head) counted in lse and delta
     acc_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-    tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_Q)
 
-    for head_of_group in range(0, heads_per_kv):
-        head = kv_head * heads_per_kv + head_of_group
-        head_rows = (batch.to(tl.int64) * tl.num_programs(1) * heads_per_kv + head) * n_q
-        for i in range(0, tiles_full):
-            acc_dk, acc_dv = _dkv_step(
-                k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
-                full_begin + i * BLOCK_Q, end, head_rows, q_table, q_start, q_step, left, right, scale_log2,
-                stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-                D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
-            )  # fmt: skip
-        for i in range(0, tiles_left + tiles_right):
-            row, stop = _masked_tile(i, tiles_left, begin, full_begin, tiles_full, end, BLOCK_Q)
-            acc_dk, acc_dv = _dkv_step(
-                k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
-                row, stop, head_rows, q_table, q_start, q_step, left, right, scale_log2,
-                stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-                D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
-            )  # fmt: skip
+    # One flat loop over (head, tile): with a loop per head, ptxas spills 288 bytes on sm_90 (d128, triton 3.6).
+    tiles_full = (full_end - full_begin) // BLOCK_Q
+    for i in range(0, heads_per_kv * tiles_full):
+        head = kv_head * heads_per_kv + i // tiles_full
+        acc_dk, acc_dv = _dkv_step(
+            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
+            full_begin + i % tiles_full * BLOCK_Q, end, (first_row + head) * n_q,
+            q_table, q_start, q_step, left, right, scale_log2,
+            stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
+        )  # fmt: skip
+    begin, full_begin, full_end, end = _load_range(ranges, block)  # again: registers are short in the loop above
+    tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_Q)
+    tiles_masked = tiles_left + tiles_right
+    for i in range(0, heads_per_kv * tiles_masked):
+        head = kv_head * heads_per_kv + i // tiles_masked
+        row, stop = _masked_tile(i % tiles_masked, tiles_left, begin, full_begin, tiles_full, end, BLOCK_Q)
+        acc_dk, acc_dv = _dkv_step(
+            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
+            row, stop, (first_row + head) * n_q, q_table, q_start, q_step, left, right, scale_log2,
+            stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
+        )  # fmt: skip
 
     in_rows = (rows_k < n_k)[:, None]
     dk_rows = _rows_pointers(dk, batch, kv_head, row_k, stride_gb, stride_gs, stride_gh, BLOCK_K, BLOCK_D)
@@ -469,22 +478,21 @@ class Tiles:
 def choose_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     """The tiles for a shape, dtype and compute capability: a pure function, so every rank makes the same choice."""
     dim = max(_padded(head_dim), _padded(v_dim))
-    tma = capability >= (9, 0)
     if dtype == torch.float32:
         block = 64 if dim <= 64 else 32
         tile = Tile(block, block if dim <= 128 else 16, 4, 1 if dim > 128 else 2, tma=False)
         return Tiles(tile, tile, tile)
-    if capability < (9, 0):
+    if capability[0] in (9, 10):  # data-centre GPUs with TMA and 227 KiB of shared memory; measured on an H200
         if dim <= 64:
-            return Tiles(*(Tile(*shape, 4, 3, tma) for shape in ((128, 64), (64, 64), (64, 64))))
+            return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 128, 4, 3, True), Tile(64, 64, 4, 3, True))
         if dim <= 128:
-            return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma))
-        return Tiles(Tile(64, 32, 8, 2, tma), Tile(32, 32, 8, 1, tma), Tile(32, 32, 8, 1, tma))
-    if dim <= 64:
-        return Tiles(Tile(128, 128, 8, 3, tma), Tile(128, 128, 8, 2, tma), Tile(64, 128, 8, 3, tma))
+            return Tiles(Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 2, True))
+        return Tiles(Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(32, 64, 8, 2, True))
+    if dim <= 64:  # the others have 99 KiB or more
+        return Tiles(Tile(128, 64, 4, 3, False), Tile(64, 64, 4, 3, False), Tile(64, 64, 4, 3, False))
     if dim <= 128:
-        return Tiles(Tile(128, 128, 8, 2, tma), Tile(128, 64, 8, 3, tma), Tile(64, 128, 8, 2, tma))
-    return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 1, tma), Tile(32, 64, 8, 1, tma))
+        return Tiles(Tile(128, 64, 8, 2, False), Tile(64, 64, 8, 2, False), Tile(64, 64, 8, 2, False))
+    return Tiles(Tile(64, 32, 8, 2, False), Tile(32, 32, 8, 1, False), Tile(32, 32, 8, 1, False))
 
 
 def _padded(dim: int) -> int:
@@ -560,9 +568,9 @@ def backward(
     first: bool,
 ) -> None:
     """One shard's share of the gradients. As `reference.backward`; see Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
-(its queries) come by pointer: a descriptor's tile would be reshaped in registers, and stay in them for the whole loop.
+    (its queries) come by pointer: a descriptor's tile would be reshaped in registers, and stay in them for the whole loop.
 
-Note [Two kernels backward]."""
+    Note [Two kernels backward]."""
     q, k, v, dout = map(_aligned, (q, k, v, dout))
     tiles = _tiles(q, v)
     numbers = {"lse": lse, "delta": delta, "n_q": q.shape[1], "scale": scale, "scale_log2": scale * LOG2E.value}
