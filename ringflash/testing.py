@@ -159,9 +159,10 @@ class Workers:
         self._kill()
 
     def _start(self) -> None:
-        # One process imports torch (seconds) and the workers fork from it, before any thread or CUDA context exists.
+        # One process does the imports that take seconds (torch's compiler comes with the first operator), and the
+        # workers fork from it, before any thread or CUDA context exists.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context.set_forkserver_preload(["torch._dynamo", __package__ or "ringflash"])
         self._directory = Path(tempfile.mkdtemp(prefix="ringflash-workers-"))
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

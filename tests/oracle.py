@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringflash import reference
@@ -12,6 +13,12 @@ from ringflash.mask import Mask
 from ringflash.testing import Inputs, relative_error
 
 FP32_BOUND = 1e-5
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 class Attention(NamedTuple):
