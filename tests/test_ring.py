@@ -35,7 +35,7 @@ MASKS = {"full": {}, "causal": {"causal": True}, "window": {"causal": True, "win
 HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (3, 1)}
 WORLDS = [1, 2, 3, 4, 8]
 
-Ring = Callable[..., tuple[Tensor, Tensor]]
+Ring = Callable[..., Any]  # ring_attention, wrapped in something
 
 
 class Problem(NamedTuple):
@@ -59,7 +59,7 @@ def held_here(layout: str, seq_len: int) -> list[int]:
     return held_positions(layout, seq_len, dist.get_world_size(), dist.get_rank())
 
 
-def attend_here(inputs: Inputs, ring: Ring = ring_attention, group: Any = None, **options) -> Attention:
+def attend_here(inputs: Inputs, ring: Ring = ring_attention, group: Any = None, **options: Any) -> Attention:
     """Forward and backward of this rank's rows."""
     group = world() if group is None else group
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
@@ -380,8 +380,8 @@ def assert_results_stand_alone(dtype: torch.dtype) -> None:
     memory = [x.untyped_storage().data_ptr() for x in (*part, *results)]
     assert len(set(memory)) == len(memory)
     before = [x.clone() for x in results]
-    for seed, options in enumerate(({"causal": True}, {})):
-        attend_here(local_part(random_inputs(1, 24, 2, 16, dtype=dtype, seed=seed + 1), held), seq_len=24, **options)
+    for seed, causal in ((1, True), (2, False)):
+        attend_here(local_part(random_inputs(1, 24, 2, 16, dtype=dtype, seed=seed), held), seq_len=24, causal=causal)
     assert all(torch.equal(x, y) for x, y in zip(results, before, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(part, inputs_before, strict=True))
 
@@ -494,11 +494,9 @@ def worst_error_of_random_problems(iterations: int, seed: int) -> float:
         dq, dk, dv = gradients((out, lse), (q, k, v), whole)
         held = held_here(layout, q.shape[1])
         expected = Attention(out[:, held], lse[:, :, held], dq[:, held], dk[:, held], dv[:, held])
-        scale = [x.abs().max().clamp(min=1e-2) for x in expected]
-        differences = [
-            ((x - y).abs().max() / size).item() for x, y, size in zip(actual, expected, scale, strict=True) if x.numel()
-        ]
-        worst = max([worst, *differences])
+        # A rank may hold no row: compare with the size of its results, or with 1e-2 where they are smaller.
+        errors = [((x - y).norm() / y.norm().clamp(min=1e-2)).item() for x, y in zip(actual, expected, strict=True)]
+        worst = max([worst, *errors])
     return worst
 
 
