@@ -98,9 +98,9 @@ def attention(
     if group:
         process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
         words = (
-            f"b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} d_v={v.shape[3]} "
-            f"dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} window=({left},{right}) backend={backend} "
-            f"layout={layout} seq_len={seq_len} transport={transport}"
+            f"call=ring_attention b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} "
+            f"d_v={v.shape[3]} dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} causal={right == 0} "
+            f"window=({left},{right}) backend={backend} layout={layout} seq_len={seq_len} transport={transport}"
         )
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
