@@ -6,7 +6,6 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 
 import importlib.util
 import os
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from .plan import Plan, plan_one, plan_ring
 
 BACKENDS = ("auto", "torch", "triton")
 OPEN = -1  # a window side without bound, as an integer
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -37,12 +37,11 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return name
 
 
-@lru_cache
 def _triton_obstacle(device_type: str, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels can't take tensors of this kind, or `None`."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the kernels take float16, bfloat16 and float32, got {str(dtype).removeprefix('torch.')}"
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     if device_type == "cuda":
         if torch.version.cuda is None:
