@@ -118,7 +118,7 @@ class Workers:
 
     GRACE = 5.0  # seconds that the other ranks get to fail too after the first failure
 
-    def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, *, backend: str = "gloo", timeout: float = 120.0) -> None:
         self.world_size = world_size
         self.backend = backend
         self.timeout = timeout
@@ -206,8 +206,11 @@ class Workers:
         pid = self._processes[rank].pid
         assert pid is not None
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.2)
-        return (self._directory / f"stack-{rank}").read_text()
+        for _ in range(20):
+            time.sleep(0.1)
+            if stack := (self._directory / f"stack-{rank}").read_text():
+                return stack
+        return "(and it does not say where it is)"
 
     def _kill(self) -> None:
         for pipe in self._pipes:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracle import FP32_BOUND, Attention, assert_close, dense, gradients, small_blocks
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from ringflash import flash_attention
 from ringflash.testing import Inputs, random_inputs, relative_error
@@ -23,6 +24,24 @@ def attend(inputs: Inputs, **options) -> Attention:
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     out, lse = flash_attention(q, k, v, return_lse=True, **options)
     return Attention(out.detach(), lse.detach(), *gradients((out, lse), (q, k, v), inputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (4, None)}, {"window": (3, 2)}])
+@pytest.mark.parametrize("query_len,key_len", [(20, 20), (11, 20)])
+def test_dense_attention_is_what_pytorch_computes(options, query_len, key_len):
+    """The oracle itself: which key head serves which query head, and where the masks lie."""
+    inputs = random_inputs(2, query_len, 6, 16, kv_heads=2, key_len=key_len, v_head_dim=24, dtype=torch.float64)
+    left, right = (math.inf if side is None else side for side in options.get("window", (None, None)))
+    right = 0 if options.get("causal") else right
+    distance = torch.arange(key_len) - (torch.arange(query_len)[:, None] + key_len - query_len)
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in inputs[:3])
+    mask = (distance >= -left) & (distance <= right)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    grads = torch.autograd.grad(out, (q, k, v), inputs.dout)
+    expected = dense(inputs._replace(dlse=torch.zeros_like(inputs.dlse)), **options)
+    assert relative_error(out, expected.out) <= 1e-14
+    for x, y in zip(grads, expected[2:], strict=True):
+        assert relative_error(x.transpose(1, 2), y) <= 1e-14
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -55,8 +55,9 @@ def test_a_worker_that_dies_is_named():
 
 
 def test_a_worker_that_hangs_is_named_with_its_stack():
-    with Workers(2, timeout=2.0) as pool:
+    with Workers(2) as pool:
         pool.run(process_id)
+        pool.timeout = 2.0  # from here: starting may take longer
         with pytest.raises(WorkerError, match=r"(?s)\Arank 1 of 2: no answer in 2 s.*in sleep_on_last_rank"):
             pool.run(sleep_on_last_rank)
 
