@@ -62,34 +62,38 @@ def cell(numbers: Iterable[float | None], digits: int) -> str:
     return " / ".join(texts) if set(texts) != {"-"} else "-"
 
 
-def worst_ratio(rows: Iterable[Row], name: str, yardstick: str) -> float | None:
-    """The largest `error / yardstick's error` of one tensor, where rounding is there to compare (see `accuracy.py`)."""
-    pairs = [(float(r[f"{name}_error"]), float(r[f"{name}_{yardstick}"] or 0)) for r in rows]
-    return max((ours / theirs for ours, theirs in pairs if min(ours, theirs) > FP32_LIMIT), default=None)
+def worst(rows: list[Row], name: str, yardstick: str) -> str:
+    """The largest error of one tensor as a multiple of the yardstick's, or as it is where `accuracy.py` limits that.
+
+    Errors too small to hold any rounding to 16 bits are left out of the multiples.
+    """
+    rows = [row for row in rows if row[f"{name}_error"]]
+    if not rows:
+        return "-"
+    pairs = [(float(row[f"{name}_error"]), float(row[f"{name}_{yardstick}"] or 0)) for row in rows]
+    if name == "lse" or rows[0]["dtype"] == "fp32":
+        return f"{max(ours for ours, _ in pairs):.1e}"
+    return cell([max((ours / theirs for ours, theirs in pairs if min(ours, theirs) > FP32_LIMIT), default=None)], 3)
+
+
+def lengths(rows: list[Row]) -> str:
+    seen = {int(row["s"]) for row in rows}
+    return str(min(seen)) if len(seen) == 1 else f"{min(seen)} to {max(seen)}"
 
 
 def error_table(rows: list[Row], case: Sequence[str], yardstick: str) -> str:
-    """One line for each value of `case`: how many were checked and passed, and the worst ratio of each tensor."""
-    tensors = [name for name in NAMES if name != "lse"]  # lse is fp32: its limit is no ratio
-
-    def lengths(group: list[Row]) -> str:
-        seen = {int(row["s"]) for row in group}
-        return str(min(seen)) if len(seen) == 1 else f"{min(seen)} to {max(seen)}"
-
+    """One line for each value of `case` (dtype among them): how many cases passed, and the worst of each tensor."""
     lines = [
         [
             *values,
             lengths(group),
             f"{sum(row['passed'] == 'True' for row in group)} of {len(group)}",
-            *(cell([worst_ratio(group, name, yardstick)], 3) for name in tensors),
+            *(worst(group, name, yardstick) for name in NAMES),
         ]
         for values, group in group_by(rows, *case).items()
     ]
-    return (
-        table([*(column.replace("_", " ") for column in case), "tokens", "passed", *tensors], lines)
-        + "\n\n"
-        + origins(rows)
-    )
+    header = [*(column.replace("_", " ") for column in case), "tokens", "passed", *NAMES]
+    return table(header, lines) + "\n\n" + origins(rows)
 
 
 def check_local(rows: list[Row]) -> str:

@@ -84,7 +84,7 @@ def test_error_table_gives_the_worst_ratio_of_the_last_run_of_each_case(tmp_path
     ]
     write_csv(tmp_path / "check_local.csv", rows)
     text = readme_tables.render("<!-- table:check_local -->\n<!-- /table:check_local -->", tmp_path)
-    assert "| A GPU | bf16 | 128 | 1 to 100 | 2 of 3 | 1.050 | 1.050 | 1.050 | 1.050 |" in text
+    assert "| A GPU | bf16 | 128 | 1 to 100 | 2 of 3 | 1.050 | 1.4e-02 | 1.050 | 1.050 | 1.050 |" in text
     assert "A GPU, torch 9.9, triton 8.8, commit abc, 2031-01-02." in text
     assert "2030" not in text
 
