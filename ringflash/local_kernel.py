@@ -11,6 +11,9 @@ A kernel gets, for each of its blocks, the range `begin, full_begin, full_end, e
 plan.py, Note [One contiguous range]), and the positions of both sides. Tiles inside `[full_begin, full_end)` run no
 mask code; the tiles around them are masked by position. So no kernel knows a layout or a mask by name.
 
+Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
+(its queries) come by pointer: a descriptor's tile would be reshaped in registers, and stay in them for the whole loop.
+
 Note [Two kernels backward]. dK/dV of a block of keys, then dQ of a block of queries: seven products instead of five,
 but each result is owned by one program, so sums are in place, in fp32 and in one order: always deterministic, and no
 atomics. dQ goes first: the dK/dV that the ring brings may still be on its way.
@@ -81,15 +84,17 @@ def _load_rows(
 def _rows_pointers(base, batch, head, row, stride_b, stride_s, stride_h, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Pointers to rows `row ... row + ROWS` of one head, `[ROWS, COLS]`."""
     base += batch.to(tl.int64) * stride_b + row.to(tl.int64) * stride_s + head.to(tl.int64) * stride_h
-    return base + tl.arange(0, ROWS)[:, None] * stride_s + tl.arange(0, COLS)[None, :]
+    return base + (tl.arange(0, ROWS)[:, None] * stride_s + tl.arange(0, COLS)[None, :])
 
 
 @triton.jit
 def _positions(table, start, step, rows, end, ARITHMETIC: tl.constexpr):
     """Global positions of rows: arithmetic when they are one run, else from the table."""
     if ARITHMETIC:
-        return start + step * rows
-    return tl.load(table + rows, mask=rows < end, other=0)
+        position = start + step * rows
+    else:
+        position = tl.load(table + rows, mask=rows < end, other=0)
+    return position
 
 
 @triton.jit
@@ -191,7 +196,7 @@ def _forward_kernel(
     row_q = block * BLOCK_Q
     rows_q = row_q + tl.arange(0, BLOCK_Q)
     query = _positions(q_table, q_start, q_step, rows_q, n_q, Q_ARITHMETIC)
-    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, True)
+    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, False, True)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_Q], NEG_INF, tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
@@ -312,9 +317,9 @@ def _dq_kernel(
     rows_q = row_q + tl.arange(0, BLOCK_Q)
     in_rows = rows_q < n_q
     query = _positions(q_table, q_start, q_step, rows_q, n_q, Q_ARITHMETIC)
-    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, True)
+    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, False, True)
     dout_tile = _load_rows(
-        dout, batch, head, row_q, n_q, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, TMA, True
+        dout, batch, head, row_q, n_q, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, False, True
     )
     head_rows = (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q
     lse_rows = tl.load(lse + head_rows + rows_q, mask=in_rows, other=float("inf")) * LOG2E
@@ -357,13 +362,11 @@ def _dkv_step(
     dout_tile = _load_rows(
         dout, batch, head, row, end, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, TMA, MASKED
     )
+    scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # [K, D] @ [D, Q] -> [K, Q]
     if MASKED:
         lse_rows = tl.load(lse + head_rows + rows, mask=rows < end, other=float("inf")) * LOG2E
-        delta_rows = tl.load(delta + head_rows + rows, mask=rows < end, other=0.0)
     else:
         lse_rows = tl.load(lse + head_rows + rows) * LOG2E
-        delta_rows = tl.load(delta + head_rows + rows)
-    scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # [K, D] @ [D, Q] -> [K, Q]
     p = tl.exp2(scores * scale_log2 - lse_rows[None, :])
     if MASKED:
         query = _positions(q_table, q_start, q_step, rows, end, Q_ARITHMETIC)
@@ -371,6 +374,10 @@ def _dkv_step(
         p = tl.where(seen, p, 0.0)
     dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)  # [K, Q] @ [Q, DV] -> [K, DV]
     dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)  # [K, DV] @ [DV, Q] -> [K, Q]
+    if MASKED:
+        delta_rows = tl.load(delta + head_rows + rows, mask=rows < end, other=0.0)
+    else:
+        delta_rows = tl.load(delta + head_rows + rows)
     ds = p * (dp - delta_rows[None, :])
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)  # [K, Q] @ [Q, D] -> [K, D]
     return dk, dv
@@ -398,32 +405,39 @@ def _dkv_kernel(
     row_k = block * BLOCK_K
     rows_k = row_k + tl.arange(0, BLOCK_K)
     key = _positions(k_table, k_start, k_step, rows_k, n_k, K_ARITHMETIC)
-    k_tile = _load_rows(k, batch, kv_head, row_k, n_k, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, True)
-    v_tile = _load_rows(
-        v, batch, kv_head, row_k, n_k, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, True
+    k_tile = _load_rows(
+        k, batch, kv_head, row_k, n_k, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, False, True
     )
+    v_tile = _load_rows(
+        v, batch, kv_head, row_k, n_k, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, False, True
+    )
+    first_row = batch.to(tl.int64) * tl.num_programs(1) * heads_per_kv  # (batch, head) counted in lse and delta
     acc_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-    tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_Q)
 
-    for head_of_group in range(0, heads_per_kv):
-        head = kv_head * heads_per_kv + head_of_group
-        head_rows = (batch.to(tl.int64) * tl.num_programs(1) * heads_per_kv + head) * n_q
-        for i in range(0, tiles_full):
-            acc_dk, acc_dv = _dkv_step(
-                k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
-                full_begin + i * BLOCK_Q, end, head_rows, q_table, q_start, q_step, left, right, scale_log2,
-                stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-                D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
-            )  # fmt: skip
-        for i in range(0, tiles_left + tiles_right):
-            row, stop = _masked_tile(i, tiles_left, begin, full_begin, tiles_full, end, BLOCK_Q)
-            acc_dk, acc_dv = _dkv_step(
-                k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
-                row, stop, head_rows, q_table, q_start, q_step, left, right, scale_log2,
-                stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-                D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
-            )  # fmt: skip
+    # One flat loop over (head, tile): with a loop per head, ptxas spills 288 bytes on sm_90 (d128, triton 3.6).
+    tiles_full = (full_end - full_begin) // BLOCK_Q
+    for i in range(0, heads_per_kv * tiles_full):
+        head = kv_head * heads_per_kv + i // tiles_full
+        acc_dk, acc_dv = _dkv_step(
+            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
+            full_begin + i % tiles_full * BLOCK_Q, end, (first_row + head) * n_q,
+            q_table, q_start, q_step, left, right, scale_log2,
+            stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
+        )  # fmt: skip
+    begin, full_begin, full_end, end = _load_range(ranges, block)  # again: registers are short in the loop above
+    tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_Q)
+    tiles_masked = tiles_left + tiles_right
+    for i in range(0, heads_per_kv * tiles_masked):
+        head = kv_head * heads_per_kv + i // tiles_masked
+        row, stop = _masked_tile(i % tiles_masked, tiles_left, begin, full_begin, tiles_full, end, BLOCK_Q)
+        acc_dk, acc_dv = _dkv_step(
+            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
+            row, stop, (first_row + head) * n_q, q_table, q_start, q_step, left, right, scale_log2,
+            stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
+        )  # fmt: skip
 
     in_rows = (rows_k < n_k)[:, None]
     dk_rows = _rows_pointers(dk, batch, kv_head, row_k, stride_gb, stride_gs, stride_gh, BLOCK_K, BLOCK_D)
@@ -464,22 +478,21 @@ class Tiles:
 def choose_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     """The tiles for a shape, dtype and compute capability: a pure function, so every rank makes the same choice."""
     dim = max(_padded(head_dim), _padded(v_dim))
-    tma = capability >= (9, 0)
     if dtype == torch.float32:
         block = 64 if dim <= 64 else 32
         tile = Tile(block, block if dim <= 128 else 16, 4, 1 if dim > 128 else 2, tma=False)
         return Tiles(tile, tile, tile)
-    if capability < (9, 0):
+    if capability[0] in (9, 10):  # data-centre GPUs with TMA and 227 KiB of shared memory; measured on an H200
         if dim <= 64:
-            return Tiles(*(Tile(*shape, 4, 3, tma) for shape in ((128, 64), (64, 64), (64, 64))))
+            return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 128, 4, 3, True), Tile(64, 64, 4, 3, True))
         if dim <= 128:
-            return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma), Tile(64, 64, 8, 2, tma))
-        return Tiles(Tile(64, 32, 8, 2, tma), Tile(32, 32, 8, 1, tma), Tile(32, 32, 8, 1, tma))
-    if dim <= 64:
-        return Tiles(Tile(128, 128, 8, 3, tma), Tile(128, 128, 8, 2, tma), Tile(64, 128, 8, 3, tma))
+            return Tiles(Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 2, True))
+        return Tiles(Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(32, 64, 8, 2, True))
+    if dim <= 64:  # the others have 99 KiB or more
+        return Tiles(Tile(128, 64, 4, 3, False), Tile(64, 64, 4, 3, False), Tile(64, 64, 4, 3, False))
     if dim <= 128:
-        return Tiles(Tile(128, 128, 8, 2, tma), Tile(128, 64, 8, 3, tma), Tile(64, 128, 8, 2, tma))
-    return Tiles(Tile(128, 64, 8, 2, tma), Tile(64, 64, 8, 1, tma), Tile(32, 64, 8, 1, tma))
+        return Tiles(Tile(128, 64, 8, 2, False), Tile(64, 64, 8, 2, False), Tile(64, 64, 8, 2, False))
+    return Tiles(Tile(64, 32, 8, 2, False), Tile(32, 32, 8, 1, False), Tile(32, 32, 8, 1, False))
 
 
 def _padded(dim: int) -> int:
@@ -498,7 +511,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     shape = _shape(q, k, v, tile)
     ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
     _forward_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
-        q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
+        q=q,
         k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
         v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
         out=into.out,
@@ -554,10 +567,12 @@ def backward(
     take_dkv: Callable[[], tuple[Tensor, Tensor]],
     first: bool,
 ) -> None:
-    """One shard's share of the gradients. As `reference.backward`; see Note [Two kernels backward]."""
+    """One shard's share of the gradients. As `reference.backward`; see Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
+    (its queries) come by pointer: a descriptor's tile would be reshaped in registers, and stay in them for the whole loop.
+
+    Note [Two kernels backward]."""
     q, k, v, dout = map(_aligned, (q, k, v, dout))
     tiles = _tiles(q, v)
-    common = {"q": q, "k": k, "v": v, "dout": dout}
     numbers = {"lse": lse, "delta": delta, "n_q": q.shape[1], "scale": scale, "scale_log2": scale * LOG2E.value}
     strides = _strides(q=q, k=k, v=v, o=dout)
 
@@ -566,7 +581,10 @@ def backward(
         shape = _shape(q, k, v, tile)
         ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
         _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
-            **_sources(common, shape, tile),
+            q=q,
+            k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
+            v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
+            dout=dout,
             **numbers,
             dq=dq,
             ranges=ranges,
@@ -583,7 +601,10 @@ def backward(
         shape = _shape(q, k, v, tile)
         ranges, positions, mask = _visit_arguments(visit, "keys", tile.block_k, q.device)
         _dkv_kernel[(triton.cdiv(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
-            **_sources(common, shape, tile),
+            q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
+            k=k,
+            v=v,
+            dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile),
             **numbers,
             dk=dk,
             dv=dv,
@@ -612,11 +633,16 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, object]:
         "BLOCK_K": tile.block_k,
         "BLOCK_D": _padded(q.shape[3]),
         "BLOCK_DV": _padded(v.shape[3]),
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",  # "tf32" says nothing to fp16 and bf16
+        "PRECISION": _precision(q.dtype),
         "TMA": tile.tma,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """How a product of fp32 tiles is made: three tf32 products, as exact as fp32. Says nothing to fp16 and bf16."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -630,17 +656,11 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _source(x: Tensor, rows: int, cols: int, tile: Tile):
-    """What a kernel loads `[rows, cols]` tiles from: a descriptor with TMA, else the tensor."""
+    """What a kernel streams `[rows, cols]` tiles from: a descriptor with TMA, else the tensor."""
     if not tile.tma:
         return x
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, cols])
-
-
-def _sources(tensors: dict[str, Tensor], shape: dict, tile: Tile) -> dict[str, object]:
-    rows = {"q": tile.block_q, "dout": tile.block_q, "k": tile.block_k, "v": tile.block_k}
-    cols = {"q": shape["BLOCK_D"], "k": shape["BLOCK_D"], "v": shape["BLOCK_DV"], "dout": shape["BLOCK_DV"]}
-    return {name: _source(x, rows[name], cols[name], tile) for name, x in tensors.items()}
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
