@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import readme_tables
 
 ROOT = Path(__file__).resolve().parents[1]
