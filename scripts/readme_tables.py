@@ -1,0 +1,169 @@
+"""Write the measured tables of README.md from the CSVs in results/: no number there is typed by hand.
+
+    python scripts/readme_tables.py
+
+A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`. Of each CSV, a table shows the last run of each
+case; a run is one start of a program, and all of its rows carry the same date.
+"""
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from accuracy import FP32_LIMIT, NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Row = dict[str, str]
+
+
+def read_rows(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def group_by(rows: Iterable[Row], *columns: str) -> dict[tuple[str, ...], list[Row]]:
+    """Rows by their values in `columns`, in the order in which those first come."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return groups
+
+
+def last_run(rows: Iterable[Row], *case: str) -> list[Row]:
+    """Of each case, the rows of the run that measured it last."""
+    groups = group_by(rows, *case).values()
+    return [row for group in groups for row in group if row["date"] == max(r["date"] for r in group)]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def origins(rows: Iterable[Row]) -> str:
+    """Where the numbers come from, one line for each device and set of versions."""
+    columns = "device", "torch", "triton", "commit"
+    seen = {tuple(row[column] for column in columns): row["date"][:10] for row in rows}
+    return "\n".join(
+        f"{device}, torch {torch}, triton {triton}, commit {commit}, {date}."
+        for (device, torch, triton, commit), date in seen.items()
+    )
+
+
+def shape(row: Row) -> str:
+    return f"{row['b']} {row['h']}/{row['g']} {row['s']} {row['d']}"
+
+
+def cell(numbers: Iterable[float | None], digits: int) -> str:
+    texts = ["-" if number is None else f"{number:.{digits}f}" for number in numbers]
+    return " / ".join(texts) if set(texts) != {"-"} else "-"
+
+
+def worst(rows: list[Row], name: str, yardstick: str) -> str:
+    """The largest error of one tensor as a multiple of the yardstick's, or as it is where `accuracy.py` limits that.
+
+    Errors too small to hold any rounding to 16 bits are left out of the multiples.
+    """
+    rows = [row for row in rows if row[f"{name}_error"]]
+    if not rows:
+        return "-"
+    pairs = [(float(row[f"{name}_error"]), float(row[f"{name}_{yardstick}"] or 0)) for row in rows]
+    if name == "lse" or rows[0]["dtype"] == "fp32":
+        return f"{max(ours for ours, _ in pairs):.1e}"
+    return cell([max((ours / theirs for ours, theirs in pairs if min(ours, theirs) > FP32_LIMIT), default=None)], 3)
+
+
+def lengths(rows: list[Row]) -> str:
+    seen = {int(row["s"]) for row in rows}
+    return str(min(seen)) if len(seen) == 1 else f"{min(seen)} to {max(seen)}"
+
+
+def error_table(rows: list[Row], case: Sequence[str], yardstick: str) -> str:
+    """One line for each value of `case` (dtype among them): how many cases passed, and the worst of each tensor."""
+    lines = [
+        [
+            *values,
+            lengths(group),
+            f"{sum(row['passed'] == 'True' for row in group)} of {len(group)}",
+            *(worst(group, name, yardstick) for name in NAMES),
+        ]
+        for values, group in group_by(rows, *case).items()
+    ]
+    header = [*(column.replace("_", " ") for column in case), "tokens", "passed", *NAMES]
+    return table(header, lines) + "\n\n" + origins(rows)
+
+
+def check_local(rows: list[Row]) -> str:
+    case = "device", "b", "h", "g", "s", "d", "dtype", "mask", "rows"
+    return error_table(last_run(rows, *case), ("device", "dtype", "d"), "peer")
+
+
+def check_ring(rows: list[Row]) -> str:
+    case = "device", "world", "process_group", "backend", "layout", "mask", "dtype", "b", "h", "g", "s", "d"
+    return error_table(last_run(rows, *case), ("device", "world", "process_group", "dtype"), "one_rank")
+
+
+def bench_local(rows: list[Row]) -> str:
+    case = "device", "b", "h", "g", "s", "d", "dtype", "mask"
+    rows = last_run((row for row in rows if not row["device"].startswith("CPU")), *case)
+    names = [name for (name,), group in group_by(rows, "implementation").items() if any(row["tflops"] for row in group)]
+
+    def line(group: list[Row]) -> list[str]:
+        speeds = {(row["implementation"], row["pass"]): float(row["tflops"]) for row in group if row["tflops"]}
+        passes = [[speeds.get((name, which)) for which in ("forward", "backward")] for name in names]
+        return [f"{shape(group[0])} {group[0]['dtype']} {group[0]['mask']}", *(cell(speed, 0) for speed in passes)]
+
+    return table(["b h/g s d", *names], map(line, group_by(rows, *case).values())) + "\n\n" + origins(rows)
+
+
+def bench_ring(rows: list[Row]) -> str:
+    case = "device", "process_group", "transport", "b", "h", "g", "s", "d", "dtype", "mask"
+    rings = (row for row in rows if row["layout"] and not row["device"].startswith("CPU"))
+    rows = [row for row in last_run(rings, *case, "ranks") if row["median_ms"]]
+
+    def line(group: list[Row]) -> list[str]:
+        row, by_pass = group[0], {row["pass"]: row for row in group}
+        passes = [by_pass[which] for which in ("forward", "forward+backward")]
+        return [
+            *(f"{shape(row)} {row['dtype']} {row['mask']}", row["ranks"], row["process_group"]),
+            f"{row['implementation']}, {row['layout']}",
+            cell([float(r["median_ms"]) for r in passes], 2),
+            cell([float(r["tflops_per_gpu"]) for r in passes], 0),
+            *("-" if not row["speedup"] else cell([float(r[n]) for r in passes], 2) for n in ("speedup", "efficiency")),
+            cell([float(row["peak_mib_above_inputs"])], 0),
+        ]
+
+    header = ["b h/g s d", "GPUs", "group", "ring", "ms", "TFLOP/s a GPU", "speed-up", "efficiency", "peak MiB"]
+    lines = map(line, group_by(rows, *case, "ranks", "implementation", "layout").values())
+    return table(header, lines) + "\n\n" + origins(rows)
+
+
+TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "check_local": check_local,
+    "check_ring": check_ring,
+    "bench_local": bench_local,
+    "bench_ring": bench_ring,
+}
+
+
+def render(readme: str, results: Path) -> str:
+    """The README with each of its tables written anew. Raises `KeyError` for a table that nothing here writes."""
+
+    def fill(match: re.Match[str]) -> str:
+        rows = read_rows(results / f"{match['name']}.csv")
+        text = TABLES[match["name"]](rows) if rows else "Not measured yet."
+        return f"<!-- table:{match['name']} -->\n{text}\n<!-- /table:{match['name']} -->"
+
+    return re.sub(r"<!-- table:(?P<name>\w+) -->\n.*?<!-- /table:(?P=name) -->", fill, readme, flags=re.DOTALL)
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    path.write_text(render(path.read_text(), ROOT / "results"))
+
+
+if __name__ == "__main__":
+    main()
