@@ -36,22 +36,21 @@ from functools import partial
 from pathlib import Path
 
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from ringflash import flash_attention, positions, ring_attention, shard
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 VOCAB = 256
 END = 0  # ends a document in the byte stream; a file that holds a zero byte is not text
@@ -146,7 +145,7 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def sharded_loss(model: nn.Module, tokens: Tensor, labels: Tensor, *, group: dist.ProcessGroup, layout: str) -> Tensor:
-    """The losses of this rank's rows, summed. tokens and labels are whole, `(b, seq_len)`, and the same on every rank."""
+    """The losses of this rank's rows, summed. tokens, labels: whole, `(b, seq_len)`, the same on every rank."""
     seq_len = tokens.shape[1]
     position = positions(seq_len, group=group, layout=layout, device=tokens.device)
     attend = partial(ring_attention, causal=True, group=group, layout=layout, seq_len=seq_len)
@@ -169,23 +168,48 @@ def sum_over(group: dist.ProcessGroup | None, tensors: Iterable[Tensor]) -> None
         tensor.copy_(summed.view_as(tensor))
 
 
-def gradient_errors(model: nn.Module, expected: Sequence[Tensor]) -> dict[str, float]:
-    """‖g - expected‖ / ‖expected‖ of each parameter's gradient."""
-    errors = {}
-    for (name, weight), want in zip(model.named_parameters(), expected, strict=True):
-        assert weight.grad is not None
-        difference, scale = (weight.grad.double() - want.double()).norm().item(), want.double().norm().item()
-        errors[name] = difference / scale if scale else difference
-    return errors
+class VerificationError(Exception):
+    """The ring's loss or gradients are further from plain attention's than rounding explains."""
 
 
-def verify_tolerance(dtype: torch.dtype) -> float:
-    """Largest relative error that rounding explains, for the loss and for each parameter's gradient.
+def tolerated_error(dtype: torch.dtype) -> float:
+    """Largest relative error of the loss and of each parameter's gradient that rounding explains.
 
-    In bf16 every activation is rounded once in each of the two runs, independently where their sums differ in the last
-    bit. In fp32 the terms of a gradient are added in another order, thousands of them: rounding grows with their number.
+    In bf16 the two runs round activations independently wherever their sums differ in the last bit: a few units of it.
+    In fp32 they add the terms of a gradient in different orders, thousands of them, and rounding grows with the number.
     """
-    return 4 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 256 * torch.finfo(dtype).eps
+    return (4 if dtype == torch.bfloat16 else 256) * torch.finfo(dtype).eps
+
+
+def relative_error(x: Tensor, expected: Tensor) -> float:
+    """`‖x - expected‖ / ‖expected‖` in fp64; infinite where `x` isn't finite."""
+    difference, size = (x.double() - expected.double()).norm().item(), expected.double().norm().item()
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / size if size else difference
+
+
+def verify(
+    model: nn.Module, loss: Tensor, tokens: Tensor, labels: Tensor, valid: Tensor, dp_group: dist.ProcessGroup
+) -> tuple[float, float, str]:
+    """Compare the loss and the gradients in `model`, both already summed over the ranks, with plain attention's.
+
+    Every rank runs its replica's whole sequences alone. Returns the relative error of the loss, that of the worst
+    gradient, and the name of its parameter, the same on every rank.
+    """
+    named = dict(model.named_parameters())
+    expected_loss = plain_loss(model, tokens, labels) / valid
+    expected = torch.autograd.grad(expected_loss, list(named.values()))
+    expected_loss = expected_loss.detach()
+    sum_over(dp_group, [expected_loss, *expected])
+    errors = {}
+    for (name, weight), want in zip(named.items(), expected, strict=True):
+        assert weight.grad is not None
+        errors[name] = relative_error(weight.grad, want)
+    worst = max(errors, key=errors.__getitem__)
+    found: list[tuple[float, float, str]] = [(0.0, 0.0, "")] * dist.get_world_size()
+    dist.all_gather_object(found, (relative_error(loss, expected_loss), errors[worst], worst))
+    return max(found, key=lambda errors: max(errors[:2]))
 
 
 # ------------------------------------------------------------------------------------------------------------ the data
@@ -261,19 +285,21 @@ TRAJECTORY = (
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, facts: dict) -> None:
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step, "facts": facts}, checkpoint_id=path)
+    save({"model": model_state, "optimizer": optimizer_state, "step": step, "facts": facts}, checkpoint_id=path)
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict) -> int:
-    """Load `path` into model and optimizer; returns the number of steps done. A checkpoint of another run is an error."""
+    """Load `path` into model and optimizer; returns the number of steps done. One of another run is a ValueError."""
     saved: dict = {"facts": dict(facts)}
-    dcp.load(saved, checkpoint_id=path)
-    changed = [f"{name} was {saved['facts'][name]}, is {facts[name]}" for name in facts if saved["facts"][name] != facts[name]]
+    load(saved, checkpoint_id=path)
+    changed = [
+        f"{name} was {saved['facts'][name]}, is {facts[name]}" for name in facts if saved["facts"][name] != facts[name]
+    ]
     if changed:
         raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["step"]
 
@@ -286,12 +312,20 @@ def latest_checkpoint(directory: Path) -> Path:
     return whole[-1]
 
 
-COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_s", "seconds", "peak_mib")  # peak_mib: rank 0's memory
+COLUMNS: tuple[str, ...] = (
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "seconds",
+    "peak_mib",
+)  # peak_mib: rank 0's memory
 
 
-def open_log(path: Path, first_step: int) -> "csv.DictWriter[str]":
+def open_log(path: Path, first_step: int) -> csv.DictWriter:
     """A CSV writer that continues at `first_step`: rows that a resumed run will write again are dropped."""
-    kept = [row for row in read_log(path) if int(row["step"]) < first_step] if first_step else []
+    kept = [row for row in read_log(path) if int(row["step"]) < first_step] if first_step and path.exists() else []
     writer = csv.DictWriter(path.open("w", buffering=1, newline=""), COLUMNS)
     writer.writeheader()
     writer.writerows(kept)
@@ -309,7 +343,10 @@ def plot_loss(log: Path, picture: Path) -> None:
     step, loss = [int(row["step"]) for row in rows], np.array([float(row["loss"]) for row in rows])
     window = max(1, len(rows) // 20)
     total = np.cumsum(np.concatenate(([0.0], loss)))
-    smooth = [(total[i + 1] - total[max(0, i + 1 - window)]) / (i + 1 - max(0, i + 1 - window)) for i in range(len(loss))]
+    smooth = [
+        (total[i + 1] - total[max(0, i + 1 - window)]) / (i + 1 - max(0, i + 1 - window)) for i in range(len(loss))
+    ]
+    matplotlib.use("Agg")  # draws without a screen
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(step, loss, color="tab:blue", alpha=0.3, label="each step")
     axes.plot(step, smooth, color="tab:blue", label=f"mean of {window} steps")
@@ -338,12 +375,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--data", type=Path, nargs="+", default=[], metavar="PATH", help="default: Python's own library")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     run.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16 on GPUs")
-    run.add_argument("--transport", choices=("auto", "gloo", "nccl"), default="auto", help="nccl if ranks own a GPU each")
+    run.add_argument(
+        "--transport", choices=("auto", "gloo", "nccl"), default="auto", help="nccl if ranks own a GPU each"
+    )
     run.add_argument("--cp", type=int, help="ranks that share a sequence (default: all; the rest is data parallel)")
     run.add_argument("--layout", choices=("contiguous", "zigzag", "striped"), default="zigzag")
     run.add_argument("--verify", type=int, default=0, metavar="N", help="compare N steps with plain attention")
     run.add_argument("--save-every", type=int, default=0, metavar="N", help="checkpoint after every N steps")
-    run.add_argument("--resume", nargs="?", const="latest", metavar="PATH", help="default: the latest checkpoint of --out")
+    run.add_argument(
+        "--resume", nargs="?", const="latest", metavar="PATH", help="default: the latest checkpoint of --out"
+    )
     run.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in the backward pass")
     run.add_argument("--compile", action="store_true", help="torch.compile the model")
     model.add_argument("--layers", type=int, default=4)
@@ -361,14 +402,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--held-out", type=int, default=8, metavar="N", help="sequences of the final validation")
     args = parser.parse_args(argv)
-
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    args.cp = args.cp or world_size
-    if world_size % args.cp:
-        parser.error(f"--cp {args.cp} does not divide the {world_size} ranks")
-    args.batch = args.batch or world_size // args.cp
-    if args.batch % (world_size // args.cp):
-        parser.error(f"--batch {args.batch} does not divide over {world_size // args.cp} replicas")
     if args.dim % (8 * args.heads) or args.heads % args.kv_heads:
         parser.error(
             f"--dim {args.dim} must be a multiple of 8 * --heads {args.heads}, and that of --kv-heads {args.kv_heads}"
@@ -377,24 +410,37 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.dtype == "auto":
         args.dtype = "bfloat16" if args.device == "cuda" else "float32"
-    if args.transport == "auto":
-        own_gpu = args.device == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
-        args.transport = "nccl" if own_gpu else "gloo"
     return args
 
 
-def join(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh]:
-    """This rank's device, and the mesh of all ranks with the axes "dp" and "cp"."""
-    device = torch.device("cpu")
+def join(args: argparse.Namespace) -> torch.device:
+    """Join the group that torchrun announces in the environment (one rank without it); returns this rank's device."""
+    device, gpus = torch.device("cpu"), torch.cuda.device_count()
     if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
         torch.cuda.set_device(device)
+    if args.transport == "auto":
+        own_gpu = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus
+        args.transport = "nccl" if own_gpu else "gloo"
+    device_id = device if args.transport == "nccl" else None
     if "RANK" in os.environ:
-        dist.init_process_group(args.transport)
-    else:  # started by plain `python`
-        dist.init_process_group(args.transport, store=dist.HashStore(), rank=0, world_size=1)
-    shape = (dist.get_world_size() // args.cp, args.cp)
-    return device, init_device_mesh(device.type, shape, mesh_dim_names=("dp", "cp"))
+        dist.init_process_group(args.transport, device_id=device_id)
+    else:
+        dist.init_process_group(args.transport, "tcp://127.0.0.1:0", rank=0, world_size=1, device_id=device_id)
+    return device
+
+
+def make_mesh(args: argparse.Namespace, device: torch.device) -> DeviceMesh:
+    """All ranks: replicas ("dp") of ranks that share a sequence ("cp"). Fills in the defaults that depend on them."""
+    world_size = dist.get_world_size()
+    args.cp = args.cp or world_size
+    if world_size % args.cp:
+        raise ValueError(f"--cp {args.cp} does not divide the {world_size} ranks")
+    replicas = world_size // args.cp
+    args.batch = args.batch or replicas
+    if args.batch % replicas:
+        raise ValueError(f"--batch {args.batch} does not divide over {replicas} replicas")
+    return init_device_mesh(device.type, (replicas, args.cp), mesh_dim_names=("dp", "cp"))
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -458,8 +504,9 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
         (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         writer = open_log(log, first_step)
         print(
-            f"{sum(w.numel() for w in weights):,} parameters, {len(corpus.train):,} bytes to train on; "
-            f"{replicas} replicas x {args.cp} ranks ({args.layout}, {args.transport}), {device_name(device)}, {args.dtype}"
+            f"{sum(w.numel() for w in weights):,} parameters; {len(corpus.train):,} bytes to train on, {args.batch} "
+            f"sequences of {args.seq_len:,} a step; {replicas} replicas x {args.cp} ranks, {args.layout}, "
+            f"{dist.get_backend()}, {args.dtype}, {device_name(device)}"
         )
     if args.compile:
         model.compile()
@@ -481,11 +528,12 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
         sum_over(None, [loss, *(w.grad for w in weights if w.grad is not None)])
         if step < first_step + args.verify:
             with precision:
-                expected_loss = plain_loss(model, tokens, labels) / valid
-            expected = torch.autograd.grad(expected_loss, weights)
-            expected_loss = expected_loss.detach()
-            sum_over(dp_group, [expected_loss, *expected])
-            report_errors(step, model, loss, expected_loss, expected, verify_tolerance(dtype))
+                loss_error, gradient_error, name = verify(model, loss, tokens, labels, valid, dp_group)
+            found = f"relative error of the loss {loss_error:.1e}, of the worst gradient {gradient_error:.1e} ({name})"
+            if not max(loss_error, gradient_error) <= tolerated_error(dtype):
+                raise VerificationError(f"step {step}: {found}; {args.dtype} explains {tolerated_error(dtype):.1e}")
+            if first_rank:
+                tqdm.write(f"step {step} as with plain attention: {found}")
 
         norm = nn.utils.clip_grad_norm_(weights, args.clip)
         for group in optimizer.param_groups:
@@ -514,30 +562,13 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
         plot_loss(log, picture)
         losses = [float(row["loss"]) for row in read_log(log)]
         tail = losses[-10:]
-        print(f"training loss: {losses[0]:.3f} at the first step, {sum(tail) / len(tail):.3f} over the last {len(tail)}")
+        print(
+            f"training loss: {losses[0]:.3f} at the first step, {sum(tail) / len(tail):.3f} over the last {len(tail)}"
+        )
         if args.held_out:
             held_out = (total[0] / total[1]).item()
             print(f"held-out loss: {held_out:.3f} nats a byte ({held_out / math.log(2):.3f} bits)")
         print(f"loss curve:    {picture} (from {log})")
-
-
-def report_errors(
-    step: int, model: nn.Module, loss: Tensor, expected_loss: Tensor, expected: Sequence[Tensor], tolerance: float
-) -> None:
-    """Print how far this step is from plain attention; past `tolerance` on any rank, end the run on every rank."""
-    errors = gradient_errors(model, expected)
-    worst = max(errors, key=lambda name: errors[name])
-    loss_error = abs((loss - expected_loss) / expected_loss).item()
-    errors_of_all = torch.tensor([loss_error, errors[worst]], dtype=torch.float64, device=loss.device)
-    dist.all_reduce(errors_of_all, op=dist.ReduceOp.MAX)
-    verdict = "ok" if (errors_of_all <= tolerance).all() else "FAILED"
-    if dist.get_rank() == 0:
-        tqdm.write(
-            f"verify step {step}: {verdict}. Relative error of the loss {errors_of_all[0]:.1e}, of the worst gradient "
-            f"{errors_of_all[1]:.1e} ({worst}); tolerance {tolerance:.1e}"
-        )
-    if verdict != "ok":
-        raise SystemExit(1)
 
 
 def device_name(device: torch.device) -> str:
@@ -546,9 +577,9 @@ def device_name(device: torch.device) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    device, mesh = join(args)
+    device = join(args)
     try:
-        train(args, device, mesh)
+        train(args, device, make_mesh(args, device))
     finally:
         dist.destroy_process_group()
 
