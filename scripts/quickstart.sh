@@ -9,7 +9,7 @@ gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 if ((gpus > 0)); then
     ranks=$gpus size=(--layers 8 --dim 512 --heads 8 --kv-heads 2 --seq-len $((16384 * gpus)) --steps 300)
 else
-    ranks=2 size=(--layers 4 --dim 128 --heads 4 --kv-heads 2 --seq-len 2048 --steps 200)
+    ranks=2 size=(--layers 2 --dim 128 --heads 2 --kv-heads 1 --seq-len 2048 --steps 150)
 fi
 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
     scripts/train_long_context.py --out runs/quickstart "${size[@]}" "$@"
