@@ -74,9 +74,9 @@ def squares(x: Tensor, reference: Tensor) -> Tensor:
 
 
 def relative_error(sums: Tensor, natural: float) -> float:
-    """The error from `squares`; against `natural`, a norm, where the reference is zero but for rounding."""
+    """The error from `squares`; against `natural`, a norm, where the reference is zero but for its own rounding."""
     difference, reference = sums.sqrt().tolist()
-    return difference / (reference if reference > 1e-6 * natural else natural)
+    return difference / (reference if reference > 1e-9 * natural else natural)
 
 
 def limit(name: str, dtype: torch.dtype, trusted: float) -> float:

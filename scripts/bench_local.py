@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-import peers
 import torch
-from peers import DTYPES, FORMULA, LOADERS, MASKS, Attention, Inputs, Shape
+
+from peers import DTYPES, FORMULA, LOADERS, MASKS, Attention, Case, Inputs, Shape, make_inputs, reason
 from report import (
     Row,
     Timing,
@@ -30,15 +30,6 @@ from report import (
 
 SHAPES = ["1,16,16,32768,128", "4,16,16,8192,128", "1,32,8,16384,128", "1,32,32,16384,64", "1,8,8,16384,256"]
 WORK = {"forward": 1.0, "backward": 2.5}  # floating-point operations, in forward passes
-
-
-class Case(NamedTuple):
-    shape: Shape
-    mask: str
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.shape} {self.mask} {self.dtype}"
 
 
 class Passes(NamedTuple):
@@ -68,14 +59,14 @@ def measure(
     case: Case, loaded: dict[str, Attention], rounds: int, round_ms: float, device: torch.device
 ) -> tuple[dict[str, dict[str, Timing]], dict[str, str]]:
     """Timings by pass and implementation, and the reasons of those that failed."""
-    inputs = peers.make_inputs(case.shape, DTYPES[case.dtype], device)
+    inputs = make_inputs(case.shape, DTYPES[case.dtype], device)
     built: dict[str, Passes] = {}
     failed: dict[str, str] = {}
     for name, attention in loaded.items():
         try:
-            built[name] = build(attention, inputs, causal=case.mask == "causal")
+            built[name] = build(attention, inputs, case.causal)
         except Exception as error:  # a peer may fail in any way: what matters is that the table says so
-            failed[name] = peers.reason(error)
+            failed[name] = reason(error)
     timings = {
         name: time_interleaved(
             {n: getattr(p, name) for n, p in built.items()}, rounds=rounds, round_ms=round_ms, device=device
@@ -108,27 +99,26 @@ def main() -> None:
         try:
             loaded[name] = LOADERS[name]()
         except Exception as error:
-            missing[name] = peers.reason(error)
+            missing[name] = reason(error)
 
     speeds: dict[Case, dict[str, dict[str, float]]] = {}  # TFLOP/s by pass and implementation
     for case in (Case(s, m, t) for s in options.shapes for m in options.masks for t in options.dtypes):
         timings, failed = measure(case, loaded, options.rounds, options.round_ms, device)
         notes = missing | failed
-        work = peers.flops(case.shape, MASKS[case.mask])
         speeds[case] = {n: {} for n in WORK}
         rows: list[Row] = []
         for pass_name, cost in WORK.items():
             for name in options.only:
                 time = timings[pass_name].get(name)
-                speed = cost * work / time.median / 1e9 if time else float("nan")
+                speed = cost * case.flops / time.median / 1e9 if time else float("nan")
                 if time:
                     speeds[case][pass_name][name] = speed
                     print(f"{name:16s} {case} {pass_name:8s} {speed:8.4g} TFLOP/s  {time}", flush=True)
                 rows.append(
                     origin
                     | {"implementation": name}
-                    | case.shape._asdict()
-                    | {"dtype": case.dtype, "mask": case.mask, "pass": pass_name, "formula": FORMULA}
+                    | case.columns
+                    | {"pass": pass_name, "formula": FORMULA}
                     | {"rounds": options.rounds if time else ""}
                     | {f"{key}_ms": significant(getattr(time, key)) if time else "" for key in ("median", "min", "max")}
                     | {"tflops": significant(speed), "note": notes.get(name, "")}

@@ -17,11 +17,14 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import NamedTuple
 
-import peers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import DTYPES, FORMULA, LOADERS, MASKS, Inputs, Shape
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from peers import DTYPES, FORMULA, LOADERS, MASKS, Case, Inputs, Shape, make_inputs, reason
 from report import (
     Row,
     add_output_arguments,
@@ -33,12 +36,9 @@ from report import (
     significant,
     time_interleaved,
 )
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from world import World, add_world_arguments, reduce, start_world
-
 from ringflash import ring_attention, shard
+from ringflash.layout import LAYOUTS
+from world import World, add_world_arguments, reduce, start_world
 
 SHAPES = ["1,32,8,16384,128", "1,32,8,65536,128", "1,16,16,131072,128"]
 BASELINES = ["ringflash", "sdpa-fa2", "sdpa-cudnn", "flash-attn-cute"]
@@ -137,11 +137,11 @@ def context_parallel(name: str, causal: bool, world_size: int) -> Contender:
 
         buffers = [x.transpose(1, 2).contiguous() for x in whole]
         with around(*buffers):
-            mine = Inputs(*(x.transpose(1, 2).clone() for x in buffers))
+            mine = Inputs(*(x.clone().transpose(1, 2) for x in buffers))  # in memory (b, h, s, d), which it prefers
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             with sdpa_kernel(kernel):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
@@ -183,7 +183,7 @@ def prepare(contender: Contender, world: World, whole: Inputs, causal: bool) -> 
         candidate = contender.build(world, whole, causal)
         peak = warm_up(candidate, world.device)
     except Exception as error:  # whatever it is, the table says so and the others are measured
-        why = peers.reason(error)
+        why = reason(error)
     reasons: list[str | None] = [None] * world.size
     dist.all_gather_object(reasons, why, world.group)
     for rank, text in enumerate(reasons):
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", type=Shape.parse, metavar="b,h,g,s,d", default=shapes)
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=["causal"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
-    parser.add_argument("--layouts", nargs="*", choices=["contiguous", "striped", "zigzag"], default=["zigzag"])
+    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=["zigzag"])
     parser.add_argument("--baselines", nargs="*", choices=LOADERS, default=BASELINES, help="one-GPU kernels")
     parser.add_argument(
         "--context-parallel", nargs="*", choices=CONTEXT_PARALLEL, default=list(CONTEXT_PARALLEL), help="PyTorch's"
@@ -214,31 +214,27 @@ def main() -> None:
     origin = environment(world.device)
     world.say(*origin.values(), f"{world.size} ranks", world.backend, sep=" | ")
     world.say(f"FLOPs: {FORMULA}\n")
+    setting = {"process_group": world.backend, "transport": options.transport}
 
     for shape, mask, dtype in product(options.shapes, options.masks, options.dtypes):
-        causal = mask == "causal"
+        case = Case(shape, mask, dtype)
         contenders = [one_gpu(name) for name in options.baselines]
         contenders += [ring(layout, options.backend, options.transport, world.size) for layout in options.layouts]
-        contenders += [context_parallel(name, causal, world.size) for name in options.context_parallel]
-        case = {"process_group": world.backend, "transport": options.transport} | shape._asdict()
-        rows = measure(contenders, shape, mask, dtype, options.rounds, options.round_ms, world)
-        world.say(
-            f"{shape} {mask} {dtype}, {world.size} ranks: ms, TFLOP/s a GPU, speed-up over the fastest GPU, efficiency"
-        )
+        contenders += [context_parallel(name, case.causal, world.size) for name in options.context_parallel]
+        rows = measure(contenders, case, options.rounds, options.round_ms, world)
+        world.say(f"{case}, {world.size} ranks: ms, TFLOP/s a GPU, speed-up over the fastest GPU, efficiency")
         print_table(rows, world)
         if world.rank == 0:
-            append_rows(output_path(options), [{**origin, **case, **row} for row in rows])
+            append_rows(output_path(options), [{**origin, **setting, **row} for row in rows])
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
-def measure(
-    contenders: list[Contender], shape: Shape, mask: str, dtype: str, rounds: int, round_ms: float, world: World
-) -> list[Row]:
+def measure(contenders: list[Contender], case: Case, rounds: int, round_ms: float, world: World) -> list[Row]:
     """One row for every contender and pass, the same on every rank."""
-    whole = peers.make_inputs(shape, DTYPES[dtype], world.device)
-    prepared = {str(c): prepare(c, world, whole, causal=mask == "causal") for c in contenders}
+    whole = make_inputs(case.shape, DTYPES[case.dtype], world.device)
+    prepared = {str(c): prepare(c, world, whole, case.causal) for c in contenders}
     ready = {name: p for name, p in prepared.items() if not isinstance(p, str)}
     around = {name: candidate.around for name, (candidate, _) in ready.items()}
     rows: list[Row] = []
@@ -247,7 +243,6 @@ def measure(
         timings = time_interleaved(
             calls, rounds=rounds, round_ms=round_ms, device=world.device, group=world.group, around=around
         )
-        work = cost * peers.flops(shape, MASKS[mask])
         singles = {c.implementation: timings[str(c)].median for c in contenders if c.layout == "" and str(c) in timings}
         fastest = min(singles, key=singles.__getitem__, default="")
         for contender in contenders:
@@ -256,10 +251,11 @@ def measure(
             speedup = singles.get(fastest, math.nan) / ms
             row = (
                 {"implementation": contender.implementation, "layout": contender.layout, "ranks": contender.ranks}
-                | {"dtype": dtype, "mask": mask, "pass": pass_name, "formula": FORMULA}
+                | case.columns
+                | {"pass": pass_name, "formula": FORMULA}
                 | {"rounds": rounds if time else ""}
                 | {f"{key}_ms": significant(getattr(time, key)) if time else "" for key in ("median", "min", "max")}
-                | {"tflops_per_gpu": significant(work / contender.ranks / ms / 1e9)}
+                | {"tflops_per_gpu": significant(cost * case.flops / contender.ranks / ms / 1e9)}
                 | {"fastest_one_gpu": fastest, "speedup": significant(speedup)}
                 | {"efficiency": significant(speedup / contender.ranks)}
                 | {"peak_mib_above_inputs": "" if isinstance(outcome, str) else significant(outcome[1])}

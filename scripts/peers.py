@@ -40,6 +40,37 @@ class Shape(NamedTuple):
         return f"b{self.b} h{self.h}/{self.g} s{self.s} d{self.d}"
 
 
+def parse_heads(text: str) -> tuple[int, int]:
+    """Query and key/value heads from `h,g`."""
+    h, g = (int(part) for part in text.split(","))
+    return h, g
+
+
+class Case(NamedTuple):
+    """What is compared: one problem for all implementations."""
+
+    shape: Shape
+    mask: str  # of MASKS
+    dtype: str  # of DTYPES
+
+    @property
+    def causal(self) -> bool:
+        return self.mask == "causal"
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a forward pass: two matrix products over the visible (query, key) pairs."""
+        b, h, _, s, d = self.shape
+        return 4.0 * b * h * d * area(MASKS[self.mask], s, s)
+
+    @property
+    def columns(self) -> dict[str, int | str]:
+        return self.shape._asdict() | {"dtype": self.dtype, "mask": self.mask}
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.mask} {self.dtype}"
+
+
 class Inputs(NamedTuple):
     q: Tensor
     k: Tensor
@@ -52,11 +83,6 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: in
     generator = torch.Generator(device).manual_seed(seed)
     b, h, g, s, d = shape
     return Inputs(*(torch.randn(b, s, n, d, generator=generator, device=device, dtype=dtype) for n in (h, g, g, h)))
-
-
-def flops(shape: Shape, mask: Mask) -> float:
-    """Floating-point operations of a forward pass: two matrix products over the visible (query, key) pairs."""
-    return 4.0 * shape.b * shape.h * shape.d * area(mask, shape.s, shape.s)
 
 
 # The implementations: (q, k, v, causal) -> out
@@ -81,12 +107,18 @@ def _flex() -> Attention:
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
+    compiled_for: object = None
 
     @lru_cache
     def causal_blocks(seq_len: int, device: torch.device) -> BlockMask:
         return create_block_mask(lambda b, h, query, key: query >= key, None, None, seq_len, seq_len, device=device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        nonlocal compiled_for
+        problem = q.shape, k.shape, q.dtype, causal
+        if problem != compiled_for:  # past its limit of recompilations, dynamo would run the uncompiled function
+            torch.compiler.reset()
+            compiled_for = problem
         blocks = causal_blocks(q.shape[1], q.device) if causal else None
         grouped = q.shape[2] != k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

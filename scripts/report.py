@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from world import reduce
 
 ROOT = Path(__file__).resolve().parent.parent
