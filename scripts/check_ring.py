@@ -113,7 +113,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: fp32 bf16, on a GPU fp16 too")
     parser.add_argument("--lengths", nargs="+", type=int, help="default: even, odd, and one that leaves a rank empty")
     parser.add_argument("--heads", nargs="+", type=parse_heads, metavar="h,g", default=[(4, 4), (4, 2), (4, 1)])
-    parser.add_argument("--dims", nargs="+", type=int, help="default: 32, on a GPU 64 128")
+    parser.add_argument("--dims", nargs="+", type=int, help="default: 32, on a GPU 128")
     add_output_arguments(parser, "check_ring")
     return parser.parse_args(arguments)
 
@@ -123,7 +123,7 @@ def check(world: World, options: argparse.Namespace) -> int:
     on_gpu = world.device.type == "cuda"
     dtypes: list[str] = options.dtypes or (["fp32", "bf16", "fp16"] if on_gpu else ["fp32", "bf16"])
     lengths: list[int] = options.lengths or default_lengths(world.size, world.device)
-    dims: list[int] = options.dims or ([64, 128] if on_gpu else [32])
+    dims: list[int] = options.dims or [128 if on_gpu else 32]
     heads: list[tuple[int, int]] = options.heads
     masks: list[str] = options.masks
     origin = environment(world.device)

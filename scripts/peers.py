@@ -17,7 +17,7 @@ from ringflash.mask import Mask, area
 
 MASKS = {"full": Mask(), "causal": Mask(right=0)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FORMULA = "fwd 4*b*h*d*pairs, bwd 2.5x fwd; pairs s*s full, s*(s+1)/2 causal"
+FORMULA = "forward 4*b*h*d*pairs, backward 2.5x that; pairs s*s full, half when causal: s*(s+1)/2"
 
 
 class Shape(NamedTuple):

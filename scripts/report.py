@@ -69,6 +69,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "triton": triton,
         "cuda": torch.version.cuda or "none",
         "cudnn": str(torch.backends.cudnn.version() or "none"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
     }
 
 

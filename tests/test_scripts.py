@@ -47,7 +47,7 @@ def read(path: Path) -> list[dict[str, str]]:
     assert rows
     for row in rows:
         assert None not in row and None not in row.values(), "a row has more or fewer cells than the header"
-        assert all(row[name] for name in ("date", "commit", "device", "torch", "triton", "cuda", "cudnn"))
+        assert all(row[name] for name in ("date", "commit", "device", "torch", "triton", "cuda", "cudnn", "nccl"))
     return rows
 
 
