@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from world import reduce
 
@@ -69,7 +70,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "triton": triton,
         "cuda": torch.version.cuda or "none",
         "cudnn": str(torch.backends.cudnn.version() or "none"),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
+        "nccl": ".".join(map(str, nccl.version())) if on_gpu else "none",
     }
 
 
