@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 
 def dense(inputs: Inputs, mask: Mask):
-    """`(out, lse, dq, dk, dv)` by the oracle, for a loss that uses out and lse; `dlse` of an empty row counts nothing."""
+    """`(out, lse, dq, dk, dv)` by the oracle, for a loss that uses out and the lse of rows that see a key."""
     leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
     out, lse = reference.dense_attention(*leaves, mask=mask)
     finite = lse.masked_fill(lse.isinf(), 0.0)
