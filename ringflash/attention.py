@@ -1,6 +1,7 @@
 """The public functions: what they take, what they give, and what they refuse."""
 
 import math
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,63 @@ from .sharding import Group, check_rows, process_group
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = tuple[int | None, int | None]
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    deterministic: bool = ...,
+    return_lse: bool,
+    backend: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def flash_attention(
@@ -69,6 +127,75 @@ def flash_attention(
     backend = ops.pick_backend(backend, q.device, q.dtype)
     out, lse = ops.attention(q, k, v, scale, left, right, backend, "", "", 0, "")
     return (out, lse) if return_lse else out
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    layout: str = ...,
+    seq_len: int | None = ...,
+    transport: str = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    layout: str = ...,
+    seq_len: int | None = ...,
+    transport: str = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    layout: str = ...,
+    seq_len: int | None = ...,
+    transport: str = ...,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    deterministic: bool = ...,
+    return_lse: bool,
+    backend: str = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def ring_attention(

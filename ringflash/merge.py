@@ -47,8 +47,10 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         raise ValueError(
             f"merge wants out (b, s, h, d) and lse (b, h, s), got {tuple(out_a.shape)} and {tuple(lse_a.shape)}"
         )
-    empty = (lse_a == NEG_INF) & (lse_b == NEG_INF)  # logaddexp(-inf, -inf) is -inf, but its gradient is NaN
-    pivot = torch.logaddexp(lse_a.masked_fill(empty, 0.0), lse_b.masked_fill(empty, 0.0))
-    weight_a = rearrange(torch.exp(lse_a - pivot), "b h s -> b s h 1")
-    weight_b = rearrange(torch.exp(lse_b - pivot), "b h s -> b s h 1")
-    return out_a * weight_a + out_b * weight_b, pivot.masked_fill(empty, NEG_INF)
+    larger = torch.maximum(lse_a, lse_b).detach()
+    empty = larger == NEG_INF
+    larger = larger.masked_fill(empty, 0.0)  # both sides empty: both weights are 0
+    weight_a, weight_b = torch.exp(lse_a - larger), torch.exp(lse_b - larger)  # else one of them is 1, no other larger
+    total = (weight_a + weight_b).masked_fill(empty, 1.0)
+    share_a, share_b = (rearrange(weight / total, "b h s -> b s h 1") for weight in (weight_a, weight_b))
+    return out_a * share_a + out_b * share_b, (larger + torch.log(total)).masked_fill(empty, NEG_INF)
