@@ -131,7 +131,7 @@ def ring_attention(
         seq_len = q.shape[1] * dist.get_world_size(ranks) if seq_len is None else seq_len
         check_rows("q", q.shape[1], seq_len, ranks, layout)
         check_rows("k and v", k.shape[1], seq_len, ranks, layout)
-    except (ValueError, NotImplementedError) as error:
+    except Exception as error:  # whatever it is: the other ranks are about to wait for this one
         ops.refuse(ranks, error, q.device)
         raise
     out, lse = ops.attention(q, k, v, scale, left, right, backend, ranks.group_name, layout, seq_len, transport)
@@ -178,10 +178,10 @@ def _check_options(
     for name, value in not_built.items():
         if value is not None:
             raise NotImplementedError(f"{name} is not built yet")
-    sides = (None, None) if window is None else window
-    if len(sides) != 2:
+    window = (None, None) if window is None else window
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be (left, right), got {window}")
-    left, right = (OPEN if side is None else side for side in sides)
+    left, right = (OPEN if side is None else side for side in window)
     if left < OPEN or right < OPEN:
         raise ValueError(f"window sides must be >= 0, or None or -1 for no bound, got {window}")
     return left, 0 if causal else right

@@ -184,7 +184,7 @@ def _forward_kernel(
     Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     MERGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head against the keys it sees; the last block first (under a causal mask, longest)."""
+    """One block of queries of one head against the keys it sees; the last block, longest when causal, comes first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -458,7 +458,7 @@ def _store_or_add(pointers, value, mask, ADD: tl.constexpr):
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is cut: rows of queries and keys in a tile, warps, stages of the load pipeline, how loads are made."""
+    """How a kernel is cut: rows of queries and keys in a tile, warps, stages of the load pipeline, TMA or pointers."""
 
     block_q: int
     block_k: int
@@ -567,10 +567,7 @@ def backward(
     take_dkv: Callable[[], tuple[Tensor, Tensor]],
     first: bool,
 ) -> None:
-    """One shard's share of the gradients. As `reference.backward`; see Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
-    (its queries) come by pointer: a descriptor's tile would be reshaped in registers, and stay in them for the whole loop.
-
-    Note [Two kernels backward]."""
+    """One shard's share of the gradients. As `reference.backward`; see Note [Two kernels backward]."""
     q, k, v, dout = map(_aligned, (q, k, v, dout))
     tiles = _tiles(q, v)
     numbers = {"lse": lse, "delta": delta, "n_q": q.shape[1], "scale": scale, "scale_log2": scale * LOG2E.value}

@@ -47,8 +47,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         raise ValueError(
             f"merge wants out (b, s, h, d) and lse (b, h, s), got {tuple(out_a.shape)} and {tuple(lse_a.shape)}"
         )
-    lse = torch.logaddexp(lse_a, lse_b)
-    pivot = lse.masked_fill(lse == NEG_INF, 0.0)  # both sides empty: exp(-inf - 0) = 0 on both
+    empty = (lse_a == NEG_INF) & (lse_b == NEG_INF)  # logaddexp(-inf, -inf) is -inf, but its gradient is NaN
+    pivot = torch.logaddexp(lse_a.masked_fill(empty, 0.0), lse_b.masked_fill(empty, 0.0))
     weight_a = rearrange(torch.exp(lse_a - pivot), "b h s -> b s h 1")
     weight_b = rearrange(torch.exp(lse_b - pivot), "b h s -> b s h 1")
-    return out_a * weight_a + out_b * weight_b, lse
+    return out_a * weight_a + out_b * weight_b, pivot.masked_fill(empty, NEG_INF)

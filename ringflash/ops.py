@@ -6,7 +6,6 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 
 import importlib.util
 import os
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from .plan import Plan, plan_one, plan_ring
 
 BACKENDS = ("auto", "torch", "triton")
 OPEN = -1  # a window side without bound, as an integer
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -37,12 +37,11 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return name
 
 
-@lru_cache
 def _triton_obstacle(device_type: str, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels can't take tensors of this kind, or `None`."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the kernels take float16, bfloat16 and float32, got {str(dtype).removeprefix('torch.')}"
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     if device_type == "cuda":
         if torch.version.cuda is None:
@@ -98,9 +97,9 @@ def attention(
     if group:
         process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
         words = (
-            f"b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} d_v={v.shape[3]} "
-            f"dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} window=({left},{right}) backend={backend} "
-            f"layout={layout} seq_len={seq_len} transport={transport}"
+            f"call=ring_attention b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} "
+            f"d_v={v.shape[3]} dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} causal={right == 0} "
+            f"window=({left},{right}) backend={backend} layout={layout} seq_len={seq_len} transport={transport}"
         )
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)

@@ -84,13 +84,19 @@ def unshard(x: Tensor, *, group: Group, layout: str = "zigzag", dim: int = 1, se
         rank (each computes the same loss from the whole tensor), and each keeps its own rows of it.
 
     Raises:
-        ValueError: the number of rows is not what the layout gives this rank of `seq_len`, and for what `shard` raises.
+        ValueError: on every rank: the number of rows is not what the layout gives this rank of `seq_len`, what `shard`
+            raises for, or ranks that disagree in shapes, dtypes or options (names which rank passed what).
 
     Example: zigzag, 2 ranks holding `[0 1 6 7]` and `[2 3 4 5]` -> `[0 1 2 3 4 5 6 7]` on both.
     """
-    group, dim = process_group(group), _dimension(x, dim)
-    seq_len = x.shape[dim] * dist.get_world_size(group) if seq_len is None else seq_len
-    check_rows("x", x.shape[dim], seq_len, group, layout)
+    group = process_group(group)
+    try:
+        dim = _dimension(x, dim)
+        seq_len = x.shape[dim] * dist.get_world_size(group) if seq_len is None else seq_len
+        check_rows("x", x.shape[dim], seq_len, group, layout)
+    except Exception as error:  # whatever it is: the other ranks are about to wait for this one
+        comm.agree(group, "", error=error, device=x.device)
+        raise
     return _Unshard.apply(x, group, layout, dim, seq_len)
 
 
@@ -120,6 +126,9 @@ def _take_mine(x: Tensor, group: dist.ProcessGroup, layout: str, dim: int) -> Te
 
 def _gather_all(x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, seq_len: int) -> Tensor:
     world_size = dist.get_world_size(group)
+    other_dims = "x".join(str(size) for i, size in enumerate(x.shape) if i != dim)
+    words = f"call=unshard dim={dim} other_dims={other_dims} dtype={str(x.dtype).removeprefix('torch.')}"
+    comm.agree(group, f"{words} layout={layout} seq_len={seq_len}", device=x.device)
     runs_by_rank = [layout_runs(layout, seq_len, world_size, rank) for rank in range(world_size)]
     shards = comm.all_gather_rows(x.movedim(dim, 0), tuple(map(count_rows, runs_by_rank)), group)
     whole = x.new_empty(*x.shape[:dim], seq_len, *x.shape[dim + 1 :])

@@ -106,14 +106,3 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", text.stdout)
     assert found, text.stdout
     return int(found[1]), int(found[2]) + int(found[3])
-
-
-if __name__ == "__main__":
-    import sys
-    T=Tile
-    todo=[("forward",128,T(128,128,8,2,True)),("dq",128,T(128,64,8,3,True)),("dkv",128,T(64,128,8,2,True)),("dkv",128,T(32,128,8,2,True)),("dkv",128,T(64,64,4,2,True)), ("dq",128,T(128,128,8,2,True)),("dq",64,T(128,128,8,2,True)),("dkv",64,T(64,128,8,3,True)),("dkv",64,T(128,128,8,2,True)),
-    ("forward",256,T(128,64,8,2,True)),("dq",256,T(64,64,8,2,True)),("dkv",256,T(32,64,8,2,True)),("dkv",256,T(64,64,8,1,True))]
-    for kernel,dim,tile in todo:
-                try: c = compile_kernel(kernel, tile, torch.bfloat16, dim, accumulate=False, capability=int(sys.argv[1]))
-                except Exception as e: print('FAIL', repr(e)[-300:]); continue
-                print(kernel, dim, tile, c.registers, c.spilled_bytes, c.shared_bytes, c.uses_wgmma, c.uses_tma, flush=True)

@@ -1,0 +1,20 @@
+"""Worker pools that the whole test run shares, and settings of the tests that search for inputs."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import settings
+
+from ringflash.testing import Workers
+
+settings.register_profile("ringflash", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.load_profile("ringflash")
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Callable[[int], Workers]]:
+    """`workers(world_size)`: that many gloo processes, started once for all tests."""
+    pools: dict[int, Workers] = {}
+    yield lambda world_size: pools.setdefault(world_size, Workers(world_size))
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,62 @@
+"""A ring in one process: every rank's visits in turn, with a backend's own functions, and no transport."""
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ringflash.layout import layout_runs, put_rows, take_rows
+from ringflash.mask import Mask
+from ringflash.merge import Partial
+from ringflash.plan import plan_ring
+from ringflash.ring import Backend
+from ringflash.testing import Inputs
+
+
+def emulate_ring(
+    backend: Backend, inputs: Inputs, mask: Mask, layout: str, world_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`(out, lse, dq, dk, dv)` of the whole sequence, fp32, as `world_size` ranks would compute them together.
+
+    Every buffer is poisoned with NaN first: what no visit writes shows.
+    """
+    q, k, v, dout, dlse = inputs
+    seq_len, scale = q.shape[1], q.shape[3] ** -0.5
+    shards = [layout_runs(layout, seq_len, world_size, rank) for rank in range(world_size)]
+    plans = [plan_ring(mask, layout, seq_len, rank, world_size) for rank in range(world_size)]
+
+    def rows_of(x: Tensor, dim: int = 1) -> list[Tensor]:
+        return [take_rows(x, runs, dim) for runs in shards]
+
+    def poisoned(like: Tensor, *shape: int) -> Tensor:
+        return like.new_full(shape or like.shape, float("nan"), dtype=torch.float32)
+
+    qs, ks, vs, douts, dlses = rows_of(q), rows_of(k), rows_of(v), rows_of(dout), rows_of(dlse, dim=2)
+    totals = [Partial(poisoned(d), poisoned(lse)) for d, lse in zip(douts, dlses, strict=True)]
+    steps = range(plans[0].hops + 1)
+    for step, rank in product(steps, range(world_size)):
+        source, visit = plans[rank].source(step), plans[rank].visits[step]
+        if visit is not None:
+            backend.forward(qs[rank], ks[source], vs[source], visit, scale, into=totals[rank], first=step == 0)
+
+    dqs, dks, dvs = ([poisoned(x) for x in shards] for shards in (qs, ks, vs))
+    for step, rank in product(steps, range(world_size)):
+        source, visit = plans[rank].source(step), plans[rank].visits[step]
+        if visit is None:
+            continue
+        delta = backend.compute_delta(totals[rank].out, douts[rank], dlses[rank])
+        backend.backward(
+            qs[rank], ks[source], vs[source], douts[rank], totals[rank].lse, delta, visit, scale, dq=dqs[rank],
+            take_dkv=lambda source=source: (dks[source], dvs[source]), first=step == 0,
+        )  # fmt: skip
+
+    def whole(parts: list[Tensor], dim: int = 1) -> Tensor:
+        shape = list(parts[0].shape)
+        shape[dim] = seq_len
+        x = poisoned(parts[0], *shape)
+        for runs, rows in zip(shards, parts, strict=True):
+            put_rows(x, rows, runs, dim)
+        return x
+
+    outs, lses = zip(*totals, strict=True)
+    return whole(list(outs)), whole(list(lses), dim=2), whole(dqs), whole(dks), whole(dvs)

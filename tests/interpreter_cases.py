@@ -1,0 +1,93 @@
+"""The Triton kernels against the fp64 oracle, on a CPU, in Triton's interpreter. Run by test_local_kernel.py.
+
+The interpreter multiplies bf16 wrongly, so these cases are fp16 and fp32. What is compared is the kernels' masks,
+ranges, positions and sums; tiles here are those of small GPUs.
+"""
+
+import os
+
+import pytest
+import torch
+from emulate import emulate_ring
+
+from ringflash import local_kernel, plan, reference
+from ringflash.layout import Run
+from ringflash.mask import Mask
+from ringflash.ring import Backend
+from ringflash.testing import Inputs, random_inputs, relative_error
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("run with TRITON_INTERPRET=1")
+
+BACKEND = Backend(local_kernel.forward, local_kernel.compute_delta, local_kernel.backward)
+MASKS = {"full": Mask(), "causal": Mask(right=0), "window": Mask(left=29, right=5)}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+
+
+def dense(inputs: Inputs, mask: Mask):
+    """`(out, lse, dq, dk, dv)` by the oracle, for a loss that uses out and the lse of rows that see a key."""
+    leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
+    out, lse = reference.dense_attention(*leaves, mask=mask)
+    finite = lse.masked_fill(lse.isinf(), 0.0)
+    loss = (out * inputs.dout).sum() + (finite * inputs.dlse).sum()
+    return out, lse, *torch.autograd.grad(loss, leaves)
+
+
+def check(results, expected, tolerance: float) -> None:
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), results, expected, strict=True):
+        assert relative_error(got, want) <= tolerance, name
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_kernels_match_dense_attention_in_every_layout(layout, mask):
+    inputs = random_inputs(1, 203, 2, 16, kv_heads=1)
+    check(emulate_ring(BACKEND, inputs, MASKS[mask], layout, 2), dense(inputs, MASKS[mask]), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "v_dim"),
+    [
+        (torch.float16, 2, 2, 64, 64),
+        (torch.float16, 3, 1, 128, 128),
+        (torch.float16, 4, 2, 40, 24),
+        (torch.float16, 1, 1, 200, 256),
+        (torch.float32, 2, 1, 256, 16),
+    ],
+)
+def test_kernels_match_dense_attention_for_dtypes_heads_and_dims(dtype, heads, kv_heads, dim, v_dim):
+    inputs = random_inputs(1, 101, heads, dim, kv_heads=kv_heads, v_head_dim=v_dim, dtype=dtype)
+    check(emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2), dense(inputs, Mask(right=0)), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("query_len", "key_len"), [(1, 1), (1, 70), (70, 1), (70, 101), (101, 70)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_unequal_lengths_align_at_the_end_and_empty_rows_are_exact(mask, query_len, key_len):
+    inputs = random_inputs(1, query_len, 1, 16, key_len=key_len)
+    q, k, v, dout, dlse = inputs
+    visit = plan.plan_one(MASKS[mask], query_len, key_len).visits[0]
+    assert visit is not None
+    nan = float("nan")
+    total = local_kernel.Partial(torch.full_like(dout, nan), torch.full_like(dlse, nan))
+    BACKEND.forward(q, k, v, visit, 0.25, into=total, first=True)
+    empty = total.lse.isinf()
+    dlse = dlse.masked_fill(empty, 0.0)
+    dq, dk, dv = (torch.full_like(x, nan) for x in (q, k, v))
+    delta = BACKEND.compute_delta(total.out, dout, dlse)
+    BACKEND.backward(q, k, v, dout, total.lse, delta, visit, 0.25, dq=dq, take_dkv=lambda: (dk, dv), first=True)
+    expected = dense(inputs, MASKS[mask])
+    assert torch.equal(empty, expected[1].isinf())
+    assert not dq[empty.transpose(1, 2)].any() and not total.out[empty.transpose(1, 2)].any()
+    for got, want in zip((*total, dq, dk, dv), expected, strict=True):
+        # a row that sees one key has dq = dk = 0 but for rounding: compare with the size of the inputs too
+        assert (got.double() - want)[want.isfinite()].norm() <= 2e-6 * (want[want.isfinite()].norm() + 1)
+
+
+def test_a_later_visit_leaves_rows_alone_that_see_nothing():
+    inputs = random_inputs(1, 96, 1, 16)
+    visit = plan.plan_ring(Mask(right=0), "contiguous", 192, 0, 2).visits[0]
+    later = plan.Visit(visit.queries, (Run(96, 1, 96),), Mask(right=0))  # keys after every query
+    total = local_kernel.Partial(torch.randn_like(inputs.dout), torch.randn_like(inputs.dlse))
+    before = [x.clone() for x in total]
+    BACKEND.forward(*inputs[:3], later, 0.25, into=total, first=False)
+    assert all(torch.equal(a, b) for a, b in zip(total, before, strict=True))

@@ -1,0 +1,64 @@
+"""The registered operators keep the promises that `torch.compile` builds on: schema, fakes, autograd."""
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import held_positions, local_part, world
+from torch import Tensor
+
+import ringflash  # noqa: F401  (registers the operators)
+from ringflash.testing import Inputs, random_inputs
+
+
+def options(group: str = "", seq_len: int = 0, causal: bool = True) -> tuple[Any, ...]:
+    """scale, left, right, backend, group, layout, seq_len, transport"""
+    return 0.25, -1, 0 if causal else -1, "torch", group, "zigzag" if group else "", seq_len, "gloo" if group else ""
+
+
+def leaves(inputs: Inputs) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in inputs[:3]]
+
+
+def check_forward(inputs: Inputs, *option: Any) -> dict[str, str]:
+    return torch.library.opcheck(torch.ops.ringflash.attention, (*leaves(inputs), *option))
+
+
+def check_backward(inputs: Inputs, dlse: Tensor | None, *option: Any) -> dict[str, str]:
+    """No autograd check: the backward has no derivative."""
+    out, lse = torch.ops.ringflash.attention(*inputs[:3], *option)
+    arguments = (inputs.dout, dlse, *inputs[:3], out, lse, *option)
+    checks = ("test_schema", "test_faketensor")
+    return torch.library.opcheck(torch.ops.ringflash.attention_backward, arguments, test_utils=checks)
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("query_len,key_len", [(24, 24), (9, 20), (20, 9), (0, 4)])
+def test_attention_passes_opcheck(query_len, key_len, dtype, causal):
+    inputs = random_inputs(2, query_len, 4, 16, kv_heads=2, key_len=key_len, v_head_dim=24, dtype=dtype)
+    assert set(check_forward(inputs, *options(causal=causal)).values()) == {"SUCCESS"}
+    for dlse in (inputs.dlse, None):
+        assert set(check_backward(inputs, dlse, *options(causal=causal)).values()) == {"SUCCESS"}
+
+
+def test_attention_of_transposed_tensors_passes_opcheck():
+    inputs = Inputs(*map(transposed, random_inputs(2, 12, 4, 16, kv_heads=2)))
+    assert set(check_forward(inputs, *options()).values()) == {"SUCCESS"}
+    assert set(check_backward(inputs, inputs.dlse, *options()).values()) == {"SUCCESS"}
+
+
+def check_in_group() -> set[str]:
+    group = world()
+    part = local_part(random_inputs(1, 13, 4, 16, kv_heads=2), held_positions("zigzag", 13, group.size(), group.rank()))
+    option = options(group.group_name, 13)
+    return {*check_forward(part, *option).values(), *check_backward(part, part.dlse, *option).values()}
+
+
+def test_ring_attention_passes_opcheck(workers):
+    """Every rank runs the same checks in step."""
+    assert workers(2).run(check_in_group) == [{"SUCCESS"}] * 2

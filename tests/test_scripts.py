@@ -1,0 +1,279 @@
+"""The check and benchmark programs: dry runs on a CPU, and the parts that decide what passes and what is written."""
+
+import csv
+import math
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import accuracy
+import check_local
+import check_ring
+import report
+from accuracy import NAMES
+from peers import LOADERS, MASKS, Case, Shape, make_inputs
+from ringflash import ring_attention
+from ringflash.mask import Mask
+from ringflash.reference import dense_attention
+from world import World
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+
+def run(script: str, *arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    """A program of `scripts/`, under torchrun where `ranks` is given."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    return subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "scripts" / script), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    for row in rows:
+        assert None not in row and None not in row.values(), "a row has more or fewer cells than the header"
+        assert all(row[name] for name in ("date", "commit", "device", "torch", "triton", "cuda", "cudnn", "nccl"))
+    return rows
+
+
+# Dry runs
+
+
+def test_bench_local_times_what_runs_and_says_why_the_rest_does_not(tmp_path):
+    options = ["--shapes", "1,2,1,48,16", "--rounds", "3", "--round-ms", "1", "--device", "cpu", "--out", str(tmp_path)]
+    done = run("bench_local.py", *options, "--only", "ringflash", "sdpa-fa2", "sdpa-cudnn")
+    assert done.returncode == 0, done.stderr
+    rows = read(tmp_path / "bench_local.csv")
+    assert len(rows) == 3 * 2 * 2  # implementations, masks, passes
+    for row in rows:
+        times = [row[f"{name}_ms"] for name in ("min", "median", "max")] + [row["tflops"]]
+        if row["implementation"] == "sdpa-cudnn":  # needs a GPU
+            assert row["note"] and times == [""] * 4
+        else:
+            low, median, high, tflops = map(float, times)
+            pairs = {"full": 48 * 48, "causal": 48 * 49 / 2}[row["mask"]]
+            work = 4 * 2 * 16 * pairs * {"forward": 1, "backward": 2.5}[row["pass"]]
+            assert 0 < low <= median <= high and row["rounds"] == "3" and not row["note"]
+            assert tflops == pytest.approx(work / median / 1e9, rel=1e-3)
+    *_, header, rule, causal, full = done.stdout.splitlines()
+    assert header.split() == ["case", "sdpa-fa2", "sdpa-cudnn"] and set(rule) <= {"-", " "}
+    assert "causal" in causal and "full" in full and causal.endswith("- / -")
+
+
+def test_check_local_passes_on_cpu(tmp_path):
+    options = ["--device", "cpu", "--csv", str(tmp_path / "rows.csv")]
+    small = ["--lengths", "1", "37", "--dims", "16", "--heads", "2,1", "--dtypes", "bf16", "fp32", "--rows", "128"]
+    done = run("check_local.py", *options, *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read(tmp_path / "rows.csv")
+    assert len(rows) == 2 * 2 * 2 and {row["passed"] for row in rows} == {"True"}
+    assert all(float(row[f"{name}_error"]) < 0.01 for row in rows for name in NAMES)
+
+
+def test_check_ring_passes_on_two_ranks(tmp_path):
+    small = ["--lengths", "17", "1", "--heads", "2,1", "--dims", "16", "--dtypes", "fp32", "bf16"]
+    done = run("check_ring.py", "--device", "cpu", "--out", str(tmp_path), *small, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read(tmp_path / "check_ring.csv")
+    assert len(rows) == 2 * 3 * 3 * 2  # lengths, layouts, masks, dtypes
+    assert {(row["world"], row["passed"]) for row in rows} == {("2", "True")}
+    assert all(float(row[f"{n}_error"]) <= 1e-5 for row in rows if row["dtype"] == "fp32" for n in NAMES)
+    assert "36 of 36 passed at 2 ranks" in done.stdout
+
+
+def check_a_ring_with_a_wrong_dk(path: Path) -> int:
+    def wrong_on_rank_1(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
+        out, lse = ring_attention(q, k, v, **options)
+        return out + 1e-3 * dist.get_rank() * (k - k.detach()).sum(), lse
+
+    assert dist.group.WORLD is not None
+    world = World(dist.get_rank(), dist.get_world_size(), CPU, "gloo", dist.group.WORLD)
+    small = ["--lengths", "32", "--heads", "2,2", "--dims", "16", "--dtypes", "fp32", "--masks", "causal"]
+    with mock.patch.object(check_ring, "ring_attention", wrong_on_rank_1):
+        return check_ring.check(world, check_ring.parse([*small, "--layouts", "zigzag", "--csv", str(path)]))
+
+
+def test_check_ring_fails_on_every_rank_when_one_is_wrong(workers, tmp_path):
+    assert workers(2).run(check_a_ring_with_a_wrong_dk, tmp_path / "rows.csv") == [1, 1]
+    (row,) = read(tmp_path / "rows.csv")
+    assert row["passed"] == "False"
+    assert [name for name in NAMES if float(row[f"{name}_error"]) > 1e-5] == ["dk"]
+
+
+def test_bench_ring_compares_two_ranks_with_the_fastest_single_one(tmp_path):
+    options = ["--shapes", "1,2,1,64,16", "--rounds", "3", "--round-ms", "1", "--device", "cpu", "--out", str(tmp_path)]
+    choice = ["--baselines", "ringflash", "sdpa-fa2", "--layouts", "zigzag", "striped"]
+    done = run("bench_ring.py", *options, *choice, "--context-parallel", "cudnn-allgather", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read(tmp_path / "bench_ring.csv")
+    assert len(rows) == (2 + 2 + 1) * 2  # one-GPU kernels, layouts, context_parallel; passes
+    for pass_name in ("forward", "forward+backward"):
+        chosen = [row for row in rows if row["pass"] == pass_name]
+        fastest = min(float(row["median_ms"]) for row in chosen if row["ranks"] == "1")
+        for row in chosen:
+            if row["implementation"].startswith("context-parallel"):  # cuDNN needs a GPU
+                assert row["note"] and not row["median_ms"]
+                continue
+            speedup = fastest / float(row["median_ms"])
+            assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-3)
+            assert float(row["efficiency"]) == pytest.approx(speedup / int(row["ranks"]), rel=1e-3)
+    assert "context-parallel-cudnn-allgather zigzag unavailable: rank 0: RuntimeError" in done.stdout
+
+
+# What passes
+
+
+@pytest.mark.parametrize(
+    "name, dtype, error, trusted, passes",
+    [
+        ("out", torch.bfloat16, 2.1e-3, 2.0e-3, True),
+        ("dq", torch.bfloat16, 2.3e-3, 2.0e-3, False),
+        ("dk", torch.float16, 0.9e-5, 0.0, True),
+        ("dv", torch.float16, 1.1e-5, 0.0, False),
+        ("lse", torch.bfloat16, 2e-5, 2e-5, False),
+        ("out", torch.float32, 1.1e-5, 1.0, False),
+        ("out", torch.float32, 0.9e-5, 0.0, True),
+        ("dq", torch.bfloat16, math.nan, 2.0e-3, False),
+        ("dq", torch.bfloat16, 2.0e-3, math.nan, False),
+        ("dq", torch.bfloat16, math.inf, 2.0e-3, False),
+    ],
+)
+def test_an_error_passes_up_to_a_tenth_above_the_trusted_one_and_1e_5_in_fp32(name, dtype, error, trusted, passes):
+    assert (accuracy.failures({name: error}, {name: trusted}, dtype) == []) is passes
+
+
+def test_a_16_bit_result_without_a_trusted_one_must_be_exact_to_fp32():
+    assert accuracy.failures({"dq": 1e-4}, {}, torch.bfloat16) == ["dq 1.00e-04 > 1.00e-05"]
+
+
+def test_an_error_is_relative_to_the_reference_unless_that_is_zero():
+    x, reference = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0], dtype=torch.float64)
+    assert accuracy.relative_error(accuracy.squares(x, reference), natural=100.0) == pytest.approx(4 / 3)
+    assert accuracy.relative_error(accuracy.squares(x, reference * 1e-16), natural=100.0) == pytest.approx(5 / 100)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0), Mask(left=5, right=0)], ids=["full", "causal", "window"])
+def test_the_blockwise_fp64_reference_equals_dense_attention(mask):
+    q, k, v, dout = make_inputs(Shape(2, 4, 2, 23, 8), torch.float64, CPU)
+    dlse = torch.randn(2, 4, 23, dtype=torch.float64)
+    found = accuracy.exact(q, k, v, dout, mask, dlse=dlse, max_scores=2 * 4 * 23 * 5)  # 5 rows at a time
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*leaves, mask=mask)
+    expected = out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    for x, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_sampled_rows_of_the_reference_equal_those_of_the_whole(mask):
+    inputs = make_inputs(Shape(1, 4, 2, 29, 8), torch.float64, CPU)
+    whole = accuracy.exact(*inputs, MASKS[mask])
+    rows = torch.tensor([0, 3, 17, 28])
+    sampled = (
+        *check_local.exact_queries(inputs, rows, MASKS[mask]),
+        *check_local.exact_keys(inputs, whole, rows, MASKS[mask], block=7),
+    )
+    for x, reference in zip(sampled, check_local.take_rows(whole, rows), strict=True):
+        torch.testing.assert_close(x, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_sampled_rows_show_a_wrong_key_where_it_is_seen():
+    case = Case(Shape(1, 8, 1, 300, 16), "causal", "bf16")
+
+    def wrong_last_key(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return LOADERS["ringflash"]()(q, k, torch.cat([v[:, :-1], v[:, -1:] + 100], 1), causal)
+
+    inputs = make_inputs(case.shape, torch.bfloat16, CPU)
+    errors = {place: theirs for place, _, theirs in check_local.check_sampled(case, inputs, wrong_last_key)}
+    assert errors["last"]["out"] > 0.1 > 0.005 > max(errors["first"]["out"], errors["middle"]["out"])
+
+
+# What is written
+
+
+def test_rows_append_under_one_header(tmp_path):
+    path = tmp_path / "new" / "rows.csv"
+    report.append_rows(path, [{"a": 1, "b": "x, y"}])
+    report.append_rows(path, [{"a": 2, "b": ""}, {"a": 3, "b": "z"}])
+    assert path.read_text() == 'a,b\n1,"x, y"\n2,\n3,z\n'
+
+
+def test_rows_of_other_columns_are_refused_and_nothing_is_written(tmp_path):
+    path = tmp_path / "rows.csv"
+    report.append_rows(path, [{"a": 1, "b": 2}])
+    before = path.read_text()
+    with pytest.raises(ValueError, match=r"rows.csv has the columns \['a', 'b'\], these rows have \['a', 'c'\]"):
+        report.append_rows(path, [{"a": 1, "c": 2}])
+    with pytest.raises(ValueError, match="every row needs the columns"):
+        report.append_rows(path, [{"a": 1, "b": 2}, {"b": 2, "a": 1}])
+    assert path.read_text() == before
+
+
+def test_a_copy_without_history_takes_the_commit_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setenv("RINGFLASH_COMMIT", "0123abc")
+    assert report.commit() == "0123abc"
+    monkeypatch.delenv("RINGFLASH_COMMIT")
+    assert report.commit() == "unknown"
+
+
+def test_the_commit_is_dirty_when_a_source_differs_but_not_for_new_results(tmp_path, monkeypatch):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "results").mkdir()
+    for name in ("code.py", "results/rows.csv"):
+        (tmp_path / name).write_text("1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    clean = report.commit()
+    assert len(clean) >= 7 and int(clean, 16) >= 0
+    (tmp_path / "results/rows.csv").write_text("2\n")
+    assert report.commit() == clean
+    (tmp_path / "code.py").write_text("2\n")
+    assert report.commit() == clean + "-dirty"
+
+
+# How it is timed
+
+
+def test_every_candidate_is_timed_in_every_round_inside_its_context():
+    calls: list[str] = []
+
+    @contextmanager
+    def around():
+        calls.append("enter")
+        yield
+        calls.append("leave")
+
+    timings = report.time_interleaved(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
+        rounds=4,
+        round_ms=0,
+        device=CPU,
+        around={"b": around},
+    )
+    assert {name: len(timing.rounds_ms) for name, timing in timings.items()} == {"a": 4, "b": 4}
+    assert timings["a"].min <= timings["a"].median <= timings["a"].max
+    text = "".join(calls).replace("enterbleave", "B")
+    assert len(text) == 2 * 5  # one call to learn how long it takes, then one a round
+    assert all(sorted(text[i : i + 2]) == ["B", "a"] for i in range(0, 10, 2))
+    assert {text[i : i + 2] for i in range(2, 10, 2)} == {"aB", "Ba"}  # in an order that changes
