@@ -188,7 +188,7 @@ def _check_options(
 
 
 def _check_scale(scale: float | None, q: Tensor) -> float:
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    return scale
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    if not (factor > 0 and math.isfinite(factor)):
+        raise ValueError(f"scale must be positive and finite, got {factor}")
+    return factor
