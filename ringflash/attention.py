@@ -1,6 +1,7 @@
 """The public functions: what they take, what they give, and what they refuse."""
 
 import math
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,34 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = tuple[int | None, int | None]
 
 
+class _Options(TypedDict, total=False):
+    """What both functions take, for type checkers: they return `out`, or `(out, lse)` with `return_lse=True`."""
+
+    causal: bool
+    scale: float | None
+    window: Window | None
+    cu_seqlens: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    deterministic: bool
+    backend: str
+
+
+class _RingOptions(_Options, total=False):
+    layout: str
+    seq_len: int | None
+    transport: str
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
+) -> Tensor: ...
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, Tensor]: ...
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -71,6 +100,20 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_RingOptions],
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[True], **options: Unpack[_RingOptions]
+) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,
     k: Tensor,
