@@ -1,0 +1,89 @@
+"""The plan against brute force over every pair of a query and a key."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringflash.layout import LAYOUTS, Runs, layout_runs, runs_to_positions
+from ringflash.mask import Mask, area
+from ringflash.plan import Visit, block_ranges, plan_one, plan_ring, source_rank
+
+layouts = st.sampled_from(sorted(LAYOUTS))
+worlds = st.integers(1, 5)
+lengths = st.integers(0, 40)
+sides = st.none() | st.integers(0, 12)
+masks = st.builds(Mask, left=sides, right=sides)
+blocks = st.sampled_from([1, 2, 3, 8, 64])
+
+
+def pairs_seen(queries: Runs, keys: Runs, mask: Mask) -> Tensor:
+    """Boolean (queries, keys)."""
+    return mask.visible(runs_to_positions(queries)[:, None], runs_to_positions(keys)[None, :])
+
+
+def check_ranges(ranges: Tensor, seen: Tensor, block: int) -> None:
+    """Nothing is seen outside a range, its full part is what all rows see, its ends are what the outer rows see."""
+    assert ranges.shape == (-(-seen.shape[0] // block), 4) and ranges.dtype == torch.int32
+    for index, (begin, full_begin, full_end, end) in enumerate(ranges.tolist()):
+        rows = seen[index * block : (index + 1) * block]
+        assert 0 <= begin <= full_begin <= full_end <= end <= seen.shape[1]
+        assert not rows[:, :begin].any() and not rows[:, end:].any()
+        assert not rows[0].any() or rows[0, begin]
+        assert not rows[-1].any() or rows[-1, end - 1]
+        everywhere = rows.all(dim=0).nonzero()[:, 0].tolist()
+        assert everywhere == list(range(full_begin, full_end))
+
+
+@given(layouts, lengths, worlds, masks, blocks, st.data())
+def test_ranges_hold_what_each_block_sees(layout, seq_len, world_size, mask, block, data):
+    rank, source = (data.draw(st.integers(0, world_size - 1)) for _ in range(2))
+    queries, keys = (layout_runs(layout, seq_len, world_size, r) for r in (rank, source))
+    visit, seen = Visit(queries, keys, mask), pairs_seen(queries, keys, mask)
+    check_ranges(visit.key_ranges(block), seen, block)
+    check_ranges(visit.query_ranges(block), seen.T, block)
+    assert visit.is_empty == (not seen.any())
+
+
+@given(lengths, lengths, masks, blocks)
+def test_ranges_of_unequal_lengths_align_at_the_end(query_len, key_len, mask, block):
+    (visit,) = plan_one(mask, query_len, key_len).visits
+    assert visit is not None
+    distance = torch.arange(key_len) - (torch.arange(query_len)[:, None] + key_len - query_len)
+    seen = torch.ones(query_len, key_len, dtype=torch.bool)
+    seen &= distance >= -mask.left if mask.left is not None else seen
+    seen &= distance <= mask.right if mask.right is not None else seen
+    check_ranges(visit.key_ranges(block), seen, block)
+    check_ranges(visit.query_ranges(block), seen.T, block)
+
+
+@given(layouts, lengths, worlds, masks)
+def test_the_visits_of_all_ranks_see_every_pair_once(layout, seq_len, world_size, mask):
+    counted = 0
+    hops = set()
+    for rank in range(world_size):
+        plan = plan_ring(mask, layout, seq_len, rank, world_size)
+        shards = [layout_runs(layout, seq_len, world_size, r) for r in range(world_size)]
+        assert plan.rows == tuple(len(runs_to_positions(runs)) for runs in shards)
+        assert plan.world_size == world_size and len(plan.visits) == plan.hops + 1
+        for step, visit in enumerate(plan.visits):
+            assert plan.source(step) == source_rank(rank, step, world_size)
+            if visit is not None:
+                assert (visit.queries, visit.keys, visit.mask) == (shards[rank], shards[plan.source(step)], mask)
+                counted += int(pairs_seen(visit.queries, visit.keys, mask).sum())
+        hops.add(plan.hops)
+    assert counted == area(mask, seq_len, seq_len)
+    assert len(hops) == 1  # every rank takes part in every exchange
+
+
+def test_shards_stop_moving_when_nobody_sees_them():
+    """A window of one shard's length reaches one neighbour."""
+    plan = plan_ring(Mask(left=8, right=0), "contiguous", 64, 7, 8)
+    assert plan.hops == 1 and plan.visits[1] is not None
+    assert plan_ring(Mask(left=0, right=0), "striped", 64, 3, 8).hops == 0
+    assert plan_ring(Mask(right=0), "contiguous", 64, 0, 8).visits[1:] == (None,) * 7
+
+
+def test_worked_example_of_the_docstring():
+    queries = layout_runs("contiguous", 4, 1, 0)
+    assert block_ranges(queries, queries, Mask(right=0), 2).tolist() == [[0, 0, 1, 2], [0, 0, 3, 4]]
