@@ -1,7 +1,7 @@
 """The public functions: what they take, what they give, and what they refuse."""
 
 import math
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -15,63 +15,34 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = tuple[int | None, int | None]
 
 
+class _Options(TypedDict, total=False):
+    """What both functions take, for type checkers: they return `out`, or `(out, lse)` with `return_lse=True`."""
+
+    causal: bool
+    scale: float | None
+    window: Window | None
+    cu_seqlens: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    deterministic: bool
+    backend: str
+
+
+class _RingOptions(_Options, total=False):
+    layout: str
+    seq_len: int | None
+    transport: str
+
+
 @overload
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[False] = ...,
-    backend: str = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
-
-
 @overload
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[True],
-    backend: str = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    deterministic: bool = ...,
-    return_lse: bool,
-    backend: str = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -136,68 +107,13 @@ def ring_attention(
     v: Tensor,
     *,
     group: Group,
-    layout: str = ...,
-    seq_len: int | None = ...,
-    transport: str = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[False] = ...,
-    backend: str = ...,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_RingOptions],
 ) -> Tensor: ...
-
-
 @overload
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group,
-    layout: str = ...,
-    seq_len: int | None = ...,
-    transport: str = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[True],
-    backend: str = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[True], **options: Unpack[_RingOptions]
 ) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group,
-    layout: str = ...,
-    seq_len: int | None = ...,
-    transport: str = ...,
-    causal: bool = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    deterministic: bool = ...,
-    return_lse: bool,
-    backend: str = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -315,7 +231,7 @@ def _check_options(
 
 
 def _check_scale(scale: float | None, q: Tensor) -> float:
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    return scale
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    if not (factor > 0 and math.isfinite(factor)):
+        raise ValueError(f"scale must be positive and finite, got {factor}")
+    return factor

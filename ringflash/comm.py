@@ -11,6 +11,7 @@ they are `hops` ranks away from their owner and go home in one message.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -130,9 +131,9 @@ class _Packed(NamedTuple):
 
     @staticmethod
     def empty(a: Tensor, b: Tensor, most_rows: int, dtype: torch.dtype) -> "_Packed":
-        shapes = tuple((x.shape[0], most_rows, x.shape[2], x.shape[3]) for x in (a, b))
-        size = sum(torch.Size(shape).numel() for shape in shapes)
-        return _Packed(torch.empty(size, dtype=dtype, device=a.device), shapes)
+        shape_a, shape_b = ((x.shape[0], most_rows, x.shape[2], x.shape[3]) for x in (a, b))
+        size = math.prod(shape_a) + math.prod(shape_b)
+        return _Packed(torch.empty(size, dtype=dtype, device=a.device), (shape_a, shape_b))
 
     def views(self, rows: int) -> tuple[Tensor, Tensor]:
         """Both tensors of a shard of `rows` rows."""
@@ -185,7 +186,7 @@ class Gradients:
         self.alone: tuple[Tensor, Tensor] | None = None
         self.buffers: list[_Packed] = []
         if transport is None or plan.hops == 0:
-            self.alone = tuple(torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+            self.alone = k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)
         else:
             self.buffers = [_Packed.empty(k, v, max(plan.rows), dtype) for _ in range(2)]
         self.pending: Pending | None = None
@@ -274,7 +275,7 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
 
 def _differences(texts: list[str]) -> str:
     """Which words differ, and who said what: `seq_len: 101 (rank 0), 100 (ranks 1, 2)`."""
-    words = [dict(word.partition("=")[::2] for word in text.split(" ")) for text in texts]
+    words = [{name: value for name, _, value in (word.partition("=") for word in text.split(" "))} for text in texts]
     found = []
     for name in words[0]:
         ranks_by_value: dict[str, list[int]] = {}

@@ -1,5 +1,6 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
 # (jitted code is Triton's language, not Python's types)
 """Local attention in Triton: one launch per visit forward, two backward, in every layout and under every mask.
 
@@ -503,7 +504,7 @@ def choose_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tupl
 
 
 def _padded(dim: int) -> int:
-    return max(triton.next_power_of_2(dim), 16)
+    return max(1 << (dim - 1).bit_length(), 16)
 
 
 # Launchers: the backend's three functions ---------------------------------------------------------------------------

@@ -103,7 +103,8 @@ def attention(
         )
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
-    return tuple(ring.ring_forward(_backend(backend), plan, mover, q, k, v, scale))
+    out, lse = ring.ring_forward(_backend(backend), plan, mover, q, k, v, scale)
+    return out, lse
 
 
 @attention.register_fake

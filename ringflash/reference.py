@@ -42,7 +42,7 @@ def dense_attention(
     Returns:
         `out (b, s_q, h, d_v)` and `lse (b, h, s_q)`, fp64, natural log; a row that sees no key has `(0, -inf)`.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     if key_positions is None:
         key_positions = torch.arange(k.shape[1], device=q.device)
     if query_positions is None:
@@ -50,7 +50,7 @@ def dense_attention(
     visible = mask.visible(rearrange(query_positions, "q -> q 1"), rearrange(key_positions, "k -> 1 k"))
 
     q = rearrange(q.double(), "b q (g r) d -> b g r q d", g=k.shape[2])
-    scores = scale * torch.einsum("bgrqd, bkgd -> bgrqk", q, k.double())
+    scores = factor * torch.einsum("bgrqd, bkgd -> bgrqk", q, k.double())
     scores = scores.masked_fill(~visible, NEG_INF)
     lse = torch.logsumexp(scores, dim=-1) if k.shape[1] else scores.new_full(scores.shape[:-1], NEG_INF)
     pivot = rearrange(lse.masked_fill(lse == NEG_INF, 0.0), "b g r q -> b g r q 1")

@@ -91,9 +91,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def _ringflash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    out = flash_attention(q, k, v, causal=causal)
-    assert isinstance(out, Tensor)
-    return out
+    return flash_attention(q, k, v, causal=causal)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backend: SDPBackend) -> Tensor:

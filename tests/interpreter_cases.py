@@ -86,6 +86,7 @@ def test_unequal_lengths_align_at_the_end_and_empty_rows_are_exact(mask, query_l
 def test_a_later_visit_leaves_rows_alone_that_see_nothing():
     inputs = random_inputs(1, 96, 1, 16)
     visit = plan.plan_ring(Mask(right=0), "contiguous", 192, 0, 2).visits[0]
+    assert visit is not None
     later = plan.Visit(visit.queries, (Run(96, 1, 96),), Mask(right=0))  # keys after every query
     total = local_kernel.Partial(torch.randn_like(inputs.dout), torch.randn_like(inputs.dlse))
     before = [x.clone() for x in total]

@@ -208,7 +208,6 @@ def test_a_second_derivative_is_refused_not_wrong():
     inputs = random_inputs(1, 12, 2, 16)
     q, k, v = (x.requires_grad_() for x in inputs[:3])
     out = flash_attention(q, k, v)
-    assert isinstance(out, Tensor)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(dq.sum(), q)
@@ -276,7 +275,6 @@ def test_results_share_no_memory_with_inputs_or_each_other(dtype, options):
 def test_one_tensor_may_be_q_and_k_and_v():
     x = random_inputs(1, 16, 2, 16).q.requires_grad_()
     out = flash_attention(x, x, x, causal=True)
-    assert isinstance(out, Tensor)
     (dx,) = torch.autograd.grad(out.square().sum(), x)
     wide = x.detach().double().requires_grad_()
     scores = (torch.einsum("bqhd,bkhd->bhqk", wide, wide) / 4).masked_fill(~torch.ones(16, 16).tril().bool(), -math.inf)

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,17 @@ def test_package_is_typed():
         signature = inspect.signature(function)
         untyped = [p.name for p in signature.parameters.values() if p.annotation is p.empty]
         assert untyped == [] and signature.return_annotation is not signature.empty, name
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "ring_attention"])
+def test_overloads_take_what_the_function_takes(name: str):
+    function = getattr(ringflash, name)
+    overloads = typing.get_overloads(function)
+    assert len(overloads) == 2
+    for overload in overloads:
+        own = inspect.signature(overload).parameters
+        (options,) = typing.get_args(own["options"].annotation)
+        assert {*own, *options.__annotations__} - {"options"} == set(inspect.signature(function).parameters)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
