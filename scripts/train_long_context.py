@@ -498,10 +498,9 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
     writer = None
     if first_rank:
         args.out.mkdir(parents=True, exist_ok=True)
-        config = {name: str(value) for name, value in vars(args).items()}
-        config |= {"world_size": str(dist.get_world_size()), "data_crc32": str(corpus.checksum)}
+        config = vars(args) | {"world_size": dist.get_world_size(), "data_crc32": corpus.checksum}
         config |= {"torch": torch.__version__, "python": platform.python_version(), "device": device_name(device)}
-        (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (args.out / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
         writer = open_log(log, first_step)
         print(
             f"{sum(w.numel() for w in weights):,} parameters; {len(corpus.train):,} bytes to train on, {args.batch} "
@@ -513,7 +512,14 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
             block.compile(fullgraph=True)
 
     # The loop.
-    bar = tqdm(range(first_step, args.steps), initial=first_step, total=args.steps, disable=not first_rank, unit="step")
+    bar = tqdm(
+        range(first_step, args.steps),
+        initial=first_step,
+        total=args.steps,
+        unit="step",
+        disable=not first_rank,
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )
     for step in bar:
         started = time.perf_counter()
         if device.type == "cuda":
@@ -547,7 +553,7 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
             speed = args.batch * args.seq_len / seconds
             row = (step, nats, learning_rate(step, args), norm.item(), speed, seconds, peak_mib(device))
             writer.writerow(dict(zip(COLUMNS, row, strict=True)))
-            bar.set_postfix_str(f"loss {nats:.3f}, {speed:,.0f} tokens/s")
+            bar.set_postfix_str(f"loss {nats:.3f}, {speed:,.0f} tokens/s", refresh=False)
         if args.save_every and (step + 1) % args.save_every == 0:
             save_checkpoint(checkpoints / f"step-{step + 1:08d}", model, optimizer, step + 1, facts)
 
