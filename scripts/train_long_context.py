@@ -13,8 +13,8 @@ ring attention is the only place where rows of different ranks meet. What can go
     loss         sum over this rank's tokens / number of valid tokens in the whole batch: ranks may hold unequal shares
     gradients    summed, not averaged, over all ranks: each rank's share already carries the global denominator
 
-Writes `config.json`, `loss.csv`, `loss.png` and `checkpoints/` under `--out`. GPUs use NCCL and the Triton kernel, one
-rank on each; without a GPU it is gloo and the torch backend.
+Writes `config.json`, `loss.csv`, `loss.png` and `checkpoints/` under `--out`. On GPUs it is the Triton kernel, and NCCL
+where each rank has a GPU of its own; without a GPU it is the torch backend and gloo.
 
 Legend: b sequences, s rows of this rank, h query heads, g key/value heads, d head dim.
 """
@@ -23,7 +23,6 @@ import argparse
 import csv
 import json
 import math
-import os
 import platform
 import random
 import resource
@@ -51,6 +50,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from ringflash import flash_attention, positions, ring_attention, shard
+from world import add_world_arguments, start_world
 
 VOCAB = 256
 END = 0  # ends a document in the byte stream; a file that holds a zero byte is not text
@@ -172,13 +172,13 @@ class VerificationError(Exception):
     """The ring's loss or gradients are further from plain attention's than rounding explains."""
 
 
-def tolerated_error(dtype: torch.dtype) -> float:
+def tolerated_error(dtype: str) -> float:
     """Largest relative error of the loss and of each parameter's gradient that rounding explains.
 
     In bf16 the two runs round activations independently wherever their sums differ in the last bit: a few units of it.
     In fp32 they add the terms of a gradient in different orders, thousands of them, and rounding grows with the number.
     """
-    return (4 if dtype == torch.bfloat16 else 256) * torch.finfo(dtype).eps
+    return (4 if dtype == "bfloat16" else 256) * torch.finfo(getattr(torch, dtype)).eps
 
 
 def relative_error(x: Tensor, expected: Tensor) -> float:
@@ -276,11 +276,9 @@ class Corpus:
 
 # --------------------------------------------------------------------------------------------- checkpoints and records
 
-# A resumed run continues exactly only if these are what they were.
-TRAJECTORY = (
-    *("seq_len", "batch", "steps", "lr", "warmup", "weight_decay", "clip", "seed"),
-    *("layers", "dim", "heads", "kv_heads", "rope_base", "dtype"),
-)
+# A resumed run continues exactly only if these options, and the data, are what they were.
+MODEL = ("layers", "dim", "heads", "kv_heads", "rope_base")
+TRAINING = ("seq_len", "batch", "steps", "lr", "warmup", "weight_decay", "clip", "seed", "dtype")
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, facts: dict) -> None:
@@ -312,15 +310,8 @@ def latest_checkpoint(directory: Path) -> Path:
     return whole[-1]
 
 
-COLUMNS: tuple[str, ...] = (
-    "step",
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_s",
-    "seconds",
-    "peak_mib",
-)  # peak_mib: rank 0's memory
+# The loss in nats a byte; the seconds of the whole step, its verification too; the peak memory of rank 0.
+COLUMNS: tuple[str, ...] = ("step", "loss", "lr", "grad_norm", "tokens_per_s", "seconds", "peak_mib")
 
 
 def open_log(path: Path, first_step: int) -> csv.DictWriter:
@@ -371,17 +362,14 @@ def peak_mib(device: torch.device) -> int:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level transformer with ring attention.")
     run, model, training = (parser.add_argument_group(name) for name in ("run", "model", "training"))
+    add_world_arguments(parser)
     run.add_argument("--out", type=Path, default=Path("runs/train"), help="where the run's files go")
     run.add_argument("--data", type=Path, nargs="+", default=[], metavar="PATH", help="default: Python's own library")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     run.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16 on GPUs")
-    run.add_argument(
-        "--transport", choices=("auto", "gloo", "nccl"), default="auto", help="nccl if ranks own a GPU each"
-    )
     run.add_argument("--cp", type=int, help="ranks that share a sequence (default: all; the rest is data parallel)")
     run.add_argument("--layout", choices=("contiguous", "zigzag", "striped"), default="zigzag")
     run.add_argument("--verify", type=int, default=0, metavar="N", help="compare N steps with plain attention")
-    run.add_argument("--save-every", type=int, default=0, metavar="N", help="checkpoint after every N steps")
+    run.add_argument("--save-every", type=int, default=0, metavar="N", help="checkpoint every N steps, and the last")
     run.add_argument(
         "--resume", nargs="?", const="latest", metavar="PATH", help="default: the latest checkpoint of --out"
     )
@@ -406,32 +394,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--dim {args.dim} must be a multiple of 8 * --heads {args.heads}, and that of --kv-heads {args.kv_heads}"
         )
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if args.device == "cuda" else "float32"
     return args
-
-
-def join(args: argparse.Namespace) -> torch.device:
-    """Join the group that torchrun announces in the environment (one rank without it); returns this rank's device."""
-    device, gpus = torch.device("cpu"), torch.cuda.device_count()
-    if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
-        torch.cuda.set_device(device)
-    if args.transport == "auto":
-        own_gpu = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus
-        args.transport = "nccl" if own_gpu else "gloo"
-    device_id = device if args.transport == "nccl" else None
-    if "RANK" in os.environ:
-        dist.init_process_group(args.transport, device_id=device_id)
-    else:
-        dist.init_process_group(args.transport, "tcp://127.0.0.1:0", rank=0, world_size=1, device_id=device_id)
-    return device
 
 
 def make_mesh(args: argparse.Namespace, device: torch.device) -> DeviceMesh:
     """All ranks: replicas ("dp") of ranks that share a sequence ("cp"). Fills in the defaults that depend on them."""
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     world_size = dist.get_world_size()
     args.cp = args.cp or world_size
     if world_size % args.cp:
@@ -469,23 +438,16 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
 
     # The data, the model (equal on every rank: the same seed), the optimizer.
     corpus = Corpus(read_stream(find_text(args.data)), args.seq_len, args.seed)
-    facts = {"data": corpus.checksum, **{name: getattr(args, name) for name in TRAJECTORY}}
+    facts = {"data": corpus.checksum, **{name: getattr(args, name) for name in MODEL + TRAINING}}
     same_on_every_rank({**facts, "layout": args.layout, "verify": args.verify, "save_every": args.save_every})
     torch.manual_seed(args.seed)
-    model = Transformer(
-        layers=args.layers,
-        dim=args.dim,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        rope_base=args.rope_base,
-        recompute=args.checkpoint_activations,
-    ).to(device)
+    options = {name: getattr(args, name) for name in MODEL}
+    model = Transformer(**options, recompute=args.checkpoint_activations).to(device)
     weights = list(model.parameters())
     matrices, vectors = [w for w in weights if w.ndim == 2], [w for w in weights if w.ndim == 1]
     decay = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(decay, lr=args.lr, betas=(0.9, 0.95))
-    dtype = getattr(torch, args.dtype)
-    precision = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)  # the weights stay fp32
+    precision = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")  # the weights stay fp32
 
     # Where to start.
     first_step = 0
@@ -498,10 +460,9 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
     writer = None
     if first_rank:
         args.out.mkdir(parents=True, exist_ok=True)
-        config = {name: str(value) for name, value in vars(args).items()}
-        config |= {"world_size": str(dist.get_world_size()), "data_crc32": str(corpus.checksum)}
+        config = vars(args) | {"world_size": dist.get_world_size(), "data_crc32": corpus.checksum}
         config |= {"torch": torch.__version__, "python": platform.python_version(), "device": device_name(device)}
-        (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (args.out / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
         writer = open_log(log, first_step)
         print(
             f"{sum(w.numel() for w in weights):,} parameters; {len(corpus.train):,} bytes to train on, {args.batch} "
@@ -513,7 +474,14 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
             block.compile(fullgraph=True)
 
     # The loop.
-    bar = tqdm(range(first_step, args.steps), initial=first_step, total=args.steps, disable=not first_rank, unit="step")
+    bar = tqdm(
+        range(first_step, args.steps),
+        initial=first_step,
+        total=args.steps,
+        unit="step",
+        disable=not first_rank,
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )
     for step in bar:
         started = time.perf_counter()
         if device.type == "cuda":
@@ -531,8 +499,10 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
             with precision:
                 loss_error, gradient_error, name = verify(model, loss, tokens, labels, valid, dp_group)
             found = f"relative error of the loss {loss_error:.1e}, of the worst gradient {gradient_error:.1e} ({name})"
-            if not max(loss_error, gradient_error) <= tolerated_error(dtype):
-                raise VerificationError(f"step {step}: {found}; {args.dtype} explains {tolerated_error(dtype):.1e}")
+            if not max(loss_error, gradient_error) <= tolerated_error(args.dtype):
+                raise VerificationError(
+                    f"step {step}: {found}; {args.dtype} explains {tolerated_error(args.dtype):.1e}"
+                )
             if first_rank:
                 tqdm.write(f"step {step} as with plain attention: {found}")
 
@@ -547,8 +517,8 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
             speed = args.batch * args.seq_len / seconds
             row = (step, nats, learning_rate(step, args), norm.item(), speed, seconds, peak_mib(device))
             writer.writerow(dict(zip(COLUMNS, row, strict=True)))
-            bar.set_postfix_str(f"loss {nats:.3f}, {speed:,.0f} tokens/s")
-        if args.save_every and (step + 1) % args.save_every == 0:
+            bar.set_postfix_str(f"loss {nats:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
             save_checkpoint(checkpoints / f"step-{step + 1:08d}", model, optimizer, step + 1, facts)
 
     # What it came to.
@@ -562,10 +532,9 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> N
     if first_rank:
         plot_loss(log, picture)
         losses = [float(row["loss"]) for row in read_log(log)]
-        tail = losses[-10:]
-        print(
-            f"training loss: {losses[0]:.3f} at the first step, {sum(tail) / len(tail):.3f} over the last {len(tail)}"
-        )
+        if tail := losses[-10:]:
+            mean = sum(tail) / len(tail)
+            print(f"training loss: {losses[0]:.3f} at the first step, {mean:.3f} over the last {len(tail)}")
         if args.held_out:
             held_out = (total[0] / total[1]).item()
             print(f"held-out loss: {held_out:.3f} nats a byte ({held_out / math.log(2):.3f} bits)")
@@ -578,9 +547,9 @@ def device_name(device: torch.device) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    device = join(args)
+    world = start_world(args.device, args.pg_backend)
     try:
-        train(args, device, make_mesh(args, device))
+        train(args, world.device, make_mesh(args, world.device))
     finally:
         dist.destroy_process_group()
 
