@@ -9,7 +9,7 @@ read -r gpus cores < <(.venv/bin/python -c 'import os, torch; print(torch.cuda.d
 if ((gpus > 0)); then
     ranks=$gpus size=(--layers 8 --dim 512 --heads 8 --kv-heads 2 --seq-len $((16384 * gpus)) --steps 300)
 else
-    ranks=2 size=(--layers 2 --dim 128 --heads 2 --kv-heads 1 --seq-len 2048 --steps 120)
+    ranks=2 size=(--layers 2 --dim 128 --heads 2 --kv-heads 1 --seq-len 2048 --steps 100)
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
