@@ -16,8 +16,9 @@ Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on 
 (its queries) come by pointer: a descriptor's tile would be reshaped in registers, and stay in them for the whole loop.
 
 Note [Long sums]. Tensor cores truncate when they accumulate, so a sum's error grows with its length: on an H200, dK
-over 4 heads x 65536 queries was 1.4 times as wrong in fp16 as over one head's. So one launch sums over LONGEST_SUM
-query rows at most (one head's at least), and launches add in memory, which rounds.
+over 4 heads x 65536 queries was 1.4 times as wrong in fp16 as over one head's, dQ over a million keys 1.13 times as
+wrong in bf16 as FlashAttention-2's. So one launch backward sums over LONGEST_SUM rows at most, and launches add in
+memory, which rounds.
 
 Note [Two kernels backward]. dK/dV of a block of keys, then dQ of a block of queries: seven products instead of five,
 but each result is owned by one program, so sums are in place, in fp32 and in one order: always deterministic, and no
@@ -25,7 +26,8 @@ atomics. dQ goes first: the dK/dV that the ring brings may still be on its way.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -44,6 +46,11 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
 NEG_INF = tl.constexpr(float("-inf"))
 LONGEST_SUM = 2**16  # rows: see Note [Long sums]
+# Arguments whose values differ from visit to visit: a kernel is not compiled anew for each that is 1 or divides by 16.
+NUMBERS = [
+    "n_q", "n_k", "low", "high", "q_start", "q_step", "k_start", "k_step", "left", "right",
+    "heads_per_kv", "first_head", "n_heads",
+]  # fmt: skip
 
 
 # Verbs --------------------------------------------------------------------------------------------------------------
@@ -115,10 +122,14 @@ def _visible(query, key, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.cons
 
 
 @triton.jit
-def _load_range(ranges, block):
-    """`begin, full_begin, full_end, end` of a block."""
+def _load_range(ranges, block, low, high):
+    """`begin, full_begin, full_end, end` of a block, kept to the rows from `low` to `high`."""
     row = ranges + block * 4
-    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    begin = tl.minimum(tl.maximum(tl.load(row), low), high)
+    end = tl.minimum(tl.maximum(tl.load(row + 3), begin), high)
+    full_begin = tl.minimum(tl.maximum(tl.load(row + 1), begin), end)
+    full_end = tl.minimum(tl.maximum(tl.load(row + 2), full_begin), end)
+    return begin, full_begin, full_end, end
 
 
 @triton.jit
@@ -179,12 +190,12 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _forward_kernel(
     q, k, v, out, lse, ranges, q_table, k_table,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh,
-    n_q, q_start, q_step, k_start, k_step, left, right, scale_log2, heads_per_kv,
+    n_q, n_k, q_start, q_step, k_start, k_step, left, right, scale_log2, heads_per_kv,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -195,7 +206,7 @@ def _forward_kernel(
     head = tl.program_id(1)
     batch = tl.program_id(2)
     kv_head = head // heads_per_kv
-    begin, full_begin, full_end, end = _load_range(ranges, block)
+    begin, full_begin, full_end, end = _load_range(ranges, block, 0, n_k)
     if MERGE:
         if begin == end:  # merging the identity
             return
@@ -251,7 +262,7 @@ def _forward_kernel(
 # Backward -----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _delta_kernel(
     out, dout, dlse, delta, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
     stride_lb, stride_lh, stride_ls, n_q,
@@ -299,23 +310,23 @@ def _dq_step(
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)  # [Q, K] @ [K, D] -> [Q, D]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _dq_kernel(
     q, k, v, dout, lse, delta, dq, ranges, q_table, k_table,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
-    n_q, q_start, q_step, k_start, k_step, left, right, scale, scale_log2, heads_per_kv,
+    n_q, low, high, q_start, q_step, k_start, k_step, left, right, scale, scale_log2, heads_per_kv,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries of one head."""
+    """dQ of one block of queries of one head, from the key rows `low` to `high`."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
     kv_head = head // heads_per_kv
-    begin, full_begin, full_end, end = _load_range(ranges, block)
+    begin, full_begin, full_end, end = _load_range(ranges, block, low, high)
     if ADD:
         if begin == end:
             return
@@ -388,22 +399,24 @@ def _dkv_step(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, ranges, q_table, k_table,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_wb, stride_ws, stride_wh,
-    n_q, n_k, q_start, q_step, k_start, k_step, left, right, scale, scale_log2, heads_per_kv, first_head, n_heads,
+    n_q, n_k, low, high, q_start, q_step, k_start, k_step, left, right, scale, scale_log2,
+    heads_per_kv, first_head, n_heads,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys of one key/value head, from `n_heads` of the query heads that it serves."""
+    """dK and dV of one block of keys of one key/value head, from `n_heads` of the query heads that it
+    serves and their rows `low` to `high`."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2)
-    begin, full_begin, full_end, end = _load_range(ranges, block)
+    begin, full_begin, full_end, end = _load_range(ranges, block, low, high)
     if ADD:
         if begin == end:
             return
@@ -431,7 +444,9 @@ def _dkv_kernel(
             stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
             D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
         )  # fmt: skip
-    begin, full_begin, full_end, end = _load_range(ranges, block)  # again: registers are short in the loop above
+    begin, full_begin, full_end, end = _load_range(
+        ranges, block, low, high
+    )  # again: registers are short in the loop above
     tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_Q)
     tiles_masked = tiles_left + tiles_right
     for i in tl.range(0, n_heads * tiles_masked, disable_licm=True):
@@ -526,6 +541,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
         lse=into.lse,
         ranges=ranges,
         n_q=q.shape[1],
+        n_k=k.shape[1],
         scale_log2=scale * LOG2E.value,
         MERGE=not first,
         **_strides(q=q, k=k, v=v, o=into.out),
@@ -585,54 +601,75 @@ def backward(
         tile = tiles.dq
         shape = _shape(q, k, v, tile)
         ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
-        _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
-            q=q,
-            k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
-            v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
-            dout=dout,
-            **numbers,
-            dq=dq,
-            ranges=ranges,
-            ADD=not first,
-            **strides,
-            **_strides(g=dq),
-            **shape,
-            **positions,
-            **mask,
-        )
+        launches = _launches(k.shape[1], heads=1)
+        with _sums_of(launches, dq) as (total,):
+            for _, _, low, high in launches:
+                _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
+                    q=q,
+                    k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
+                    v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
+                    dout=dout,
+                    **numbers,
+                    dq=total,
+                    low=low,
+                    high=high,
+                    ranges=ranges,
+                    ADD=not first or low > 0,
+                    **strides,
+                    **_strides(g=total),
+                    **shape,
+                    **positions,
+                    **mask,
+                )
     dk, dv = take_dkv()
-    if dk.numel():
+    if dk.numel() or dv.numel():
         tile = tiles.dkv
         shape = _shape(q, k, v, tile)
         ranges, positions, mask = _visit_arguments(visit, "keys", tile.block_k, q.device)
-        heads_per_kv = q.shape[2] // k.shape[2]
-        heads_per_launch = max(1, min(heads_per_kv, LONGEST_SUM // max(q.shape[1], 1)))
-        results = dk, dv
-        if heads_per_launch < heads_per_kv:
-            dk, dv = (x.to(torch.float32) for x in results)
-        for first_head in range(0, heads_per_kv, heads_per_launch):
-            _dkv_kernel[(triton.cdiv(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
-                q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
-                k=k,
-                v=v,
-                dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile),
-                **numbers,
-                dk=dk,
-                dv=dv,
-                n_k=k.shape[1],
-                first_head=first_head,
-                n_heads=min(heads_per_launch, heads_per_kv - first_head),
-                ranges=ranges,
-                ADD=not first or first_head > 0,
-                **strides,
-                **_strides(g=dk, w=dv),
-                **shape,
-                **positions,
-                **mask,
-            )
-        for result, total in zip(results, (dk, dv), strict=True):
-            if result is not total:
-                result.copy_(total)
+        launches = _launches(q.shape[1], heads=q.shape[2] // k.shape[2])
+        with _sums_of(launches, dk, dv) as (total_dk, total_dv):
+            for first_head, n_heads, low, high in launches:
+                _dkv_kernel[(triton.cdiv(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
+                    q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
+                    k=k,
+                    v=v,
+                    dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile),
+                    **numbers,
+                    dk=total_dk,
+                    dv=total_dv,
+                    n_k=k.shape[1],
+                    low=low,
+                    high=high,
+                    first_head=first_head,
+                    n_heads=n_heads,
+                    ranges=ranges,
+                    ADD=not first or first_head > 0 or low > 0,
+                    **strides,
+                    **_strides(g=total_dk, w=total_dv),
+                    **shape,
+                    **positions,
+                    **mask,
+                )
+
+
+def _launches(rows: int, heads: int) -> list[tuple[int, int, int, int]]:
+    """`(first_head, n_heads, low, high)` of each launch that sums over `rows` of `heads`: see Note [Long sums]."""
+    per_launch = max(1, min(heads, LONGEST_SUM // max(rows, 1)))
+    return [
+        (first_head, min(per_launch, heads - first_head), low, min(low + LONGEST_SUM, rows))
+        for first_head in range(0, heads, per_launch)
+        for low in range(0, max(rows, 1), LONGEST_SUM)
+    ]
+
+
+@contextmanager
+def _sums_of(launches: list, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Where launches put their sums: the results themselves, or fp32 in their place when several launches add."""
+    sums = results if len(launches) == 1 else tuple(x.to(torch.float32) for x in results)
+    yield sums
+    for result, total in zip(results, sums, strict=True):
+        if total is not result:
+            result.copy_(total)
 
 
 def _tiles(q: Tensor, v: Tensor) -> Tiles:

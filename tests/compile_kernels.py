@@ -52,6 +52,7 @@ def compile_kernel(
     capability: int = 90,
     accumulate: bool = False,
     causal: bool = True,
+    tables: bool = False,
 ) -> Compiled:
     """Compile `kernel` ("forward", "dq", "dkv") with `tile`, as a launcher of `local_kernel.py` would ask for it."""
     v_dim = dim if v_dim is None else v_dim
@@ -59,10 +60,12 @@ def compile_kernel(
     function = KERNELS[kernel]
     constants = {
         "D": dim, "DV": v_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv, "Q_ARITHMETIC": True, "K_ARITHMETIC": True, "HAS_LEFT": False, "HAS_RIGHT": causal,
-        "MERGE": accumulate, "ADD": accumulate, "TMA": tile.tma, "q_table": None, "k_table": None,
+        "BLOCK_DV": block_dv, "Q_ARITHMETIC": not tables, "K_ARITHMETIC": not tables, "HAS_LEFT": False,
+        "HAS_RIGHT": causal, "MERGE": accumulate, "ADD": accumulate, "TMA": tile.tma,
         "PRECISION": local_kernel._precision(dtype),
     }  # fmt: skip
+    if not tables:
+        constants |= {"q_table": None, "k_table": None}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     name = DTYPE_NAMES[dtype]
     signature = {}

@@ -1,8 +1,11 @@
 """The Triton kernels without a GPU: in the interpreter, and compiled for GPUs that are not here."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,9 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
-from compile_kernels import KERNELS, compile_kernel  # noqa: E402
+from compile_kernels import KERNELS, Compiled, compile_kernel  # noqa: E402
 
-from ringflash.local_kernel import choose_tiles  # noqa: E402
+from ringflash.local_kernel import LONGEST_SUM, _launches, choose_tiles  # noqa: E402
 
 CASES = Path(__file__).with_name("interpreter_cases.py")
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # what one program may use; sm_86 and sm_89 have sm_80's tiles
@@ -26,29 +29,68 @@ def test_kernels_match_dense_attention_in_the_interpreter():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def compiled(kernel: str, dtype: torch.dtype, dim: int, capability: int, **options):
+# kernel, dtype, head dim, compute capability, options of compile_kernel
+Variant = tuple[str, torch.dtype, int, int, tuple[tuple[str, bool], ...]]
+TUNED: list[Variant] = [
+    (kernel, torch.bfloat16, dim, 90, options)
+    for kernel in KERNELS
+    for dim in (64, 128)
+    for options in ((), (("accumulate", True), ("tables", True)))
+]
+OTHERS: list[Variant] = [
+    *((kernel, torch.float16, 256, 80, ()) for kernel in KERNELS),
+    *((kernel, torch.bfloat16, 96, 80, ()) for kernel in KERNELS),
+    *((kernel, torch.float32, 128, 80, ()) for kernel in KERNELS),
+    *((kernel, torch.float16, 256, 90, ()) for kernel in KERNELS),
+    *((kernel, torch.bfloat16, 128, 100, ()) for kernel in KERNELS),
+]
+
+
+def compiled(variant: Variant) -> Compiled:
+    kernel, dtype, dim, capability, options = variant
     tile = getattr(choose_tiles(dim, dim, dtype, divmod(capability, 10)), kernel)
-    return compile_kernel(kernel, tile, dtype, dim, capability=capability, **options)
+    return compile_kernel(kernel, tile, dtype, dim, capability=capability, **dict(options))
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["write", "accumulate"])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_for_sm_90_use_wgmma_and_tma_and_spill_nothing(kernel, dim, accumulate):
-    code = compiled(kernel, torch.bfloat16, dim, 90, accumulate=accumulate)
-    assert code.uses_wgmma and code.uses_tma
-    assert code.spilled_bytes == 0
-    assert code.shared_bytes <= SHARED_BYTES[90]
+def describe(variant: Variant) -> str:
+    kernel, dtype, dim, capability, options = variant
+    return "-".join([kernel, f"{dtype}"[6:], f"d{dim}", f"sm_{capability}", *(name for name, _ in options)])
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, 256), (torch.bfloat16, 96), (torch.float32, 128)])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_compile_and_fit_in_shared_memory(kernel, dtype, dim, capability):
-    code = compiled(kernel, dtype, dim, capability, accumulate=True)
-    assert code.shared_bytes <= SHARED_BYTES[capability]
+@pytest.fixture(scope="module")
+def code() -> Iterator[Callable[[Variant], Compiled]]:
+    """What a variant compiles to. All of them compile at once, as many side by side as there are cores."""
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
+        futures = {variant: pool.submit(compiled, variant) for variant in TUNED + OTHERS}
+        yield lambda variant: futures[variant].result()
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", TUNED, ids=describe)
+def test_kernels_for_sm_90_use_wgmma_and_tma_and_spill_nothing(variant, code):
+    made = code(variant)
+    assert made.uses_wgmma and made.uses_tma
+    assert made.spilled_bytes == 0
+    assert made.shared_bytes <= SHARED_BYTES[90]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", OTHERS, ids=describe)
+def test_kernels_compile_and_fit_in_shared_memory(variant, code):
+    assert code(variant).shared_bytes <= SHARED_BYTES[variant[3]]
 
 
 def test_tiles_depend_on_shape_dtype_and_capability_alone():
     assert choose_tiles(128, 128, torch.bfloat16, (9, 0)) == choose_tiles(128, 96, torch.bfloat16, (9, 0))
     assert not any(tile.tma for tile in vars(choose_tiles(128, 128, torch.bfloat16, (8, 9))).values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads"), [(0, 1), (1, 8), (2**16, 1), (2**16, 3), (2**15, 5), (2**20, 2), (200_001, 4)]
+)
+def test_launches_cover_every_row_of_every_head_once_and_sum_over_few(rows, heads):
+    launches = _launches(rows, heads)
+    assert sum(n_heads * (high - low) for _, n_heads, low, high in launches) == rows * heads
+    assert all(n_heads * (high - low) <= LONGEST_SUM for _, n_heads, low, high in launches)
+    assert len({(first_head, low) for first_head, _, low, _ in launches}) == len(launches)
