@@ -6,6 +6,8 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -79,6 +81,13 @@ def _prepare(
     return plan, comm.make_transport(transport, process_group) if plan.hops else None
 
 
+@contextmanager
+def _as_given(x: Tensor) -> Iterator[None]:
+    """On the device of `x`, which may not be the current one, and in the dtypes chosen here, also under autocast."""
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        yield
+
+
 @torch.library.custom_op("ringflash::attention", mutates_args=())
 def attention(
     q: Tensor,
@@ -103,7 +112,8 @@ def attention(
         )
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
-    out, lse = ring.ring_forward(_backend(backend), plan, mover, q, k, v, scale)
+    with _as_given(q):
+        out, lse = ring.ring_forward(_backend(backend), plan, mover, q, k, v, scale)
     return out, lse
 
 
@@ -134,7 +144,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of this rank's shards."""
     plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
-    return ring.ring_backward(_backend(backend), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale)
+    with _as_given(q):
+        return ring.ring_backward(_backend(backend), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale)
 
 
 @attention_backward.register_fake

@@ -204,6 +204,14 @@ def test_runs_without_autograd(mode):
     assert not out.requires_grad and torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype):
+    inputs = random_inputs(1, 20, 2, 16, dtype=dtype)
+    plain = attend(inputs, causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, attend(inputs, causal=True), plain))
+
+
 def test_a_second_derivative_is_refused_not_wrong():
     inputs = random_inputs(1, 12, 2, 16)
     q, k, v = (x.requires_grad_() for x in inputs[:3])
