@@ -1,6 +1,7 @@
 """The public functions: what they take, what they give, and what they refuse."""
 
 import math
+from numbers import Integral
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
@@ -224,7 +225,9 @@ def _check_options(
     window = (None, None) if window is None else window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be (left, right), got {window}")
-    left, right = (OPEN if side is None else side for side in window)
+    if not all(side is None or isinstance(side, Integral) for side in window):
+        raise ValueError(f"window sides must be integers or None, got {window}")
+    left, right = (OPEN if side is None else min(side, 2**62) for side in window)  # operators take 64 bits
     if left < OPEN or right < OPEN:
         raise ValueError(f"window sides must be >= 0, or None or -1 for no bound, got {window}")
     return left, 0 if causal else right

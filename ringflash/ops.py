@@ -73,7 +73,8 @@ def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> 
 def _prepare(
     q: Tensor, k: Tensor, left: int, right: int, group: str, layout: str, seq_len: int, transport: str
 ) -> tuple[Plan, comm.Transport | None]:
-    mask = Mask(None if left == OPEN else left, None if right == OPEN else right)
+    longest = seq_len if group else q.shape[1] + k.shape[1]  # no query and key are that far apart
+    mask = Mask(*(None if side == OPEN or side >= longest else side for side in (left, right)))
     if not group:
         return plan_one(mask, q.shape[1], k.shape[1]), None
     process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]

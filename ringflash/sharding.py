@@ -4,6 +4,8 @@ A whole tensor is *replicated*: the same on every rank, and so is its gradient. 
 other's inverse in the backward pass too, and a sharded program differentiates as the unsharded one would.
 """
 
+from numbers import Integral
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -111,6 +113,8 @@ def check_rows(name: str, rows: int, seq_len: int, group: dist.ProcessGroup, lay
 
 
 def _runs(seq_len: int, group: dist.ProcessGroup, layout: str):
+    if not isinstance(seq_len, Integral):
+        raise ValueError(f"seq_len must be an integer, got {seq_len!r}")
     return layout_runs(layout, seq_len, dist.get_world_size(group), dist.get_rank(group))
 
 

@@ -79,6 +79,7 @@ CASES = {
     "window of one side": option(r"window must be \(left, right\).*\(3,\)", window=(3,)),
     "window that is a number": option(r"window must be \(left, right\).*3", window=3),
     "window below -1": option(r"window.*>= 0.*-1.*\(-2, 0\)", window=(-2, 0)),
+    "window of fractions": option(r"window sides must be integers or None, got \(3.5, 0\)", window=(3.5, 0)),
     "scale of 0": option(r"scale must be positive.*0.0", scale=0.0),
     "scale of NaN": option(r"scale must be positive and finite, got nan", scale=float("nan")),
 }
@@ -90,6 +91,7 @@ RING_CASES = {
     "nccl on a CPU": option(r"transport='nccl' can't move cpu tensors", transport="nccl"),
     "nvlink": option("nvlink", NotImplementedError, transport="nvlink"),
     "negative seq_len": option(r"seq_len must be >= 0, got -1", seq_len=-1),
+    "seq_len that is no integer": option(r"seq_len must be an integer, got 18.0", seq_len=18.0),
     "rows that don't fit seq_len": option(r"zigzag gives rank \d of \d \d+ rows of seq_len=4, got 6", seq_len=4),
     "keys of another length": tensors(
         r"zigzag gives rank \d of \d 6 rows of seq_len=\d+, got 5 in k", lambda q, k, v: {"k": k[:, 1:], "v": v[:, 1:]}
