@@ -290,11 +290,17 @@ def _differences(texts: list[str]) -> str:
     return "; ".join(found)
 
 
+def _bytes_of(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return x.view(-1).view(torch.uint8)
+
+
 def all_gather_rows(x: Tensor, rows: tuple[int, ...], group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's `x`, where rank `r` has `rows[r]` rows along dim 0. CUDA tensors go through the host on gloo."""
     staged = x.is_cuda and "nccl" not in dist.get_backend_config(group)
     padded = x.new_zeros(max(rows), *x.shape[1:], device="cpu" if staged else x.device)
     padded[: x.shape[0]] = x
     gathered = [torch.empty_like(padded) for _ in rows]
-    dist.all_gather(gathered, padded, group=group)
+    # as bytes: transports know fewer dtypes than there are
+    dist.all_gather([_bytes_of(part) for part in gathered], _bytes_of(padded), group=group)
     return [part[:count].to(x.device) for part, count in zip(gathered, rows, strict=True)]
