@@ -142,6 +142,8 @@ def _gather_all(x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, seq_
 
 
 class _Shard(torch.autograd.Function):
+    """Its backward is `_Unshard`, whose backward it is: both are differentiable any number of times."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, layout: str, dim: int) -> Tensor:
         ctx.how = group, layout, dim, x.shape[dim]
@@ -149,7 +151,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gather_all(grad, *ctx.how), None, None, None
+        return _Unshard.apply(grad, *ctx.how), None, None, None
 
 
 class _Unshard(torch.autograd.Function):
@@ -160,4 +162,4 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _take_mine(grad, *ctx.how), None, None, None, None
+        return _Shard.apply(grad, *ctx.how), None, None, None, None
