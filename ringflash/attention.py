@@ -176,7 +176,8 @@ def ring_attention(
         check_rows("q", q.shape[1], seq_len, ranks, layout)
         check_rows("k and v", k.shape[1], seq_len, ranks, layout)
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one
-        ops.refuse(ranks, error, q.device)
+        if not torch.compiler.is_compiling():  # a tracer runs nothing; the call that it gives up runs again without it
+            ops.refuse(ranks, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
         raise
     out, lse = ops.attention(q, k, v, scale, left, right, backend, ranks.group_name, layout, seq_len, transport)
     return (out, lse) if return_lse else out
@@ -184,6 +185,8 @@ def ring_attention(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a Tensor, got {type(x).__name__}")
         if x.ndim != 4:
             raise ValueError(f"{name} must be (batch, sequence, heads, head dim), got shape {tuple(x.shape)}")
     if not q.dtype == k.dtype == v.dtype:
