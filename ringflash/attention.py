@@ -1,6 +1,7 @@
 """The public functions: what they take, what they give, and what they refuse."""
 
 import math
+from numbers import Integral
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
@@ -175,7 +176,8 @@ def ring_attention(
         check_rows("q", q.shape[1], seq_len, ranks, layout)
         check_rows("k and v", k.shape[1], seq_len, ranks, layout)
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one
-        ops.refuse(ranks, error, q.device)
+        if not torch.compiler.is_compiling():  # a tracer runs nothing; the call that it gives up runs again without it
+            ops.refuse(ranks, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
         raise
     out, lse = ops.attention(q, k, v, scale, left, right, backend, ranks.group_name, layout, seq_len, transport)
     return (out, lse) if return_lse else out
@@ -183,6 +185,8 @@ def ring_attention(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a Tensor, got {type(x).__name__}")
         if x.ndim != 4:
             raise ValueError(f"{name} must be (batch, sequence, heads, head dim), got shape {tuple(x.shape)}")
     if not q.dtype == k.dtype == v.dtype:
@@ -224,7 +228,9 @@ def _check_options(
     window = (None, None) if window is None else window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be (left, right), got {window}")
-    left, right = (OPEN if side is None else side for side in window)
+    if not all(side is None or isinstance(side, Integral) for side in window):
+        raise ValueError(f"window sides must be integers or None, got {window}")
+    left, right = (OPEN if side is None else min(side, 2**62) for side in window)  # operators take 64 bits
     if left < OPEN or right < OPEN:
         raise ValueError(f"window sides must be >= 0, or None or -1 for no bound, got {window}")
     return left, 0 if causal else right

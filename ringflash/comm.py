@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -228,7 +229,7 @@ class Gradients:
 # Agreement between ranks ------------------------------------------------------------------------------------------
 
 _MESSAGE_BYTES = 1024
-_agreed: set[tuple[str, str]] = set()
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = None, device: torch.device) -> None:
@@ -245,18 +246,24 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
         return
     text = message if error is None else f"!{type(error).__name__}: {error}"
     on_gloo = "gloo" in dist.get_backend_config(group)
-    known = (group.group_name, text)
-    if not on_gloo and known in _agreed:
+    agreed = _agreed.setdefault(group, set())  # by the group itself: a name may come again, with other ranks
+    if not on_gloo and text in agreed:
         return
     data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    mine = mine if on_gloo else mine.to(device)
+    if not on_gloo:
+        mine = mine.to(device if device.type == "cuda" else "cuda")  # what was refused may lie anywhere
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     work = dist.all_gather(all_ranks, mine, group=group, async_op=True)
     if error is not None and not on_gloo:
         return  # the others may be past their check: don't wait for them
     if work is not None:
-        work.wait()
+        try:
+            _Works([work], "waiting for every rank of the group to make the same call").wait()
+        except RuntimeError:
+            if error is None:
+                raise
+            return  # what this rank refused says more than that the others did not come
     texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in all_ranks]
     if error is not None:
         return
@@ -268,9 +275,10 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
             )
     if len(set(texts)) > 1:
         raise ValueError(f"the ranks of the group disagree: {_differences(texts)}")
-    if len(_agreed) > 4096:
-        _agreed.clear()
-    _agreed.add(known)
+    if not on_gloo:
+        if len(agreed) > 4096:  # at the same call on every rank
+            agreed.clear()
+        agreed.add(text)
 
 
 def _differences(texts: list[str]) -> str:
@@ -290,11 +298,17 @@ def _differences(texts: list[str]) -> str:
     return "; ".join(found)
 
 
+def _bytes_of(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return x.view(-1).view(torch.uint8)
+
+
 def all_gather_rows(x: Tensor, rows: tuple[int, ...], group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's `x`, where rank `r` has `rows[r]` rows along dim 0. CUDA tensors go through the host on gloo."""
     staged = x.is_cuda and "nccl" not in dist.get_backend_config(group)
     padded = x.new_zeros(max(rows), *x.shape[1:], device="cpu" if staged else x.device)
     padded[: x.shape[0]] = x
     gathered = [torch.empty_like(padded) for _ in rows]
-    dist.all_gather(gathered, padded, group=group)
+    # as bytes: transports know fewer dtypes than there are
+    dist.all_gather([_bytes_of(part) for part in gathered], _bytes_of(padded), group=group)
     return [part[:count].to(x.device) for part, count in zip(gathered, rows, strict=True)]

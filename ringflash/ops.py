@@ -6,6 +6,8 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -71,12 +73,20 @@ def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> 
 def _prepare(
     q: Tensor, k: Tensor, left: int, right: int, group: str, layout: str, seq_len: int, transport: str
 ) -> tuple[Plan, comm.Transport | None]:
-    mask = Mask(None if left == OPEN else left, None if right == OPEN else right)
+    longest = seq_len if group else q.shape[1] + k.shape[1]  # no query and key are that far apart
+    mask = Mask(*(None if side == OPEN or side >= longest else side for side in (left, right)))
     if not group:
         return plan_one(mask, q.shape[1], k.shape[1]), None
     process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
     plan = plan_ring(mask, layout, seq_len, dist.get_rank(process_group), dist.get_world_size(process_group))
     return plan, comm.make_transport(transport, process_group) if plan.hops else None
+
+
+@contextmanager
+def _as_given(x: Tensor) -> Iterator[None]:
+    """On the device of `x`, which may not be the current one, and in the dtypes chosen here, also under autocast."""
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        yield
 
 
 @torch.library.custom_op("ringflash::attention", mutates_args=())
@@ -103,7 +113,8 @@ def attention(
         )
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
-    out, lse = ring.ring_forward(_backend(backend), plan, mover, q, k, v, scale)
+    with _as_given(q):
+        out, lse = ring.ring_forward(_backend(backend), plan, mover, q, k, v, scale)
     return out, lse
 
 
@@ -134,7 +145,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of this rank's shards."""
     plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
-    return ring.ring_backward(_backend(backend), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale)
+    with _as_given(q):
+        return ring.ring_backward(_backend(backend), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale)
 
 
 @attention_backward.register_fake

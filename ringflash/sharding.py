@@ -4,6 +4,8 @@ A whole tensor is *replicated*: the same on every rank, and so is its gradient. 
 other's inverse in the backward pass too, and a sharded program differentiates as the unsharded one would.
 """
 
+from numbers import Integral
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -111,6 +113,8 @@ def check_rows(name: str, rows: int, seq_len: int, group: dist.ProcessGroup, lay
 
 
 def _runs(seq_len: int, group: dist.ProcessGroup, layout: str):
+    if not isinstance(seq_len, Integral):
+        raise ValueError(f"seq_len must be an integer, got {seq_len!r}")
     return layout_runs(layout, seq_len, dist.get_world_size(group), dist.get_rank(group))
 
 
@@ -138,6 +142,8 @@ def _gather_all(x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, seq_
 
 
 class _Shard(torch.autograd.Function):
+    """Its backward is `_Unshard`, whose backward it is: both are differentiable any number of times."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, layout: str, dim: int) -> Tensor:
         ctx.how = group, layout, dim, x.shape[dim]
@@ -145,7 +151,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gather_all(grad, *ctx.how), None, None, None
+        return _Unshard.apply(grad, *ctx.how), None, None, None
 
 
 class _Unshard(torch.autograd.Function):
@@ -156,4 +162,4 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _take_mine(grad, *ctx.how), None, None, None, None
+        return _Shard.apply(grad, *ctx.how), None, None, None, None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from emulate import emulate_ring
 
-from ringflash import local_kernel, plan, reference
+from ringflash import flash_attention, local_kernel, plan, reference
 from ringflash.layout import Run
 from ringflash.mask import Mask
 from ringflash.ring import Backend
@@ -81,6 +81,14 @@ def test_unequal_lengths_align_at_the_end_and_empty_rows_are_exact(mask, query_l
     for got, want in zip((*total, dq, dk, dv), expected, strict=True):
         # a row that sees one key has dq = dk = 0 but for rounding: compare with the size of the inputs too
         assert (got.double() - want)[want.isfinite()].norm() <= 2e-6 * (want[want.isfinite()].norm() + 1)
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**63 - 1])
+def test_positions_and_windows_of_any_size_do_not_overflow(size):
+    q, k, v, *_ = random_inputs(1, 80, 1, 16, key_len=70)
+    for window, seen in (((0, size), (0, None)), ((size, None), (None, None))):
+        wide, open_side = (flash_attention(q, k, v, window=w, backend="triton") for w in (window, seen))
+        assert torch.equal(wide, open_side)
 
 
 def test_a_later_visit_leaves_rows_alone_that_see_nothing():

@@ -7,6 +7,7 @@ saw, and then make a correct call in the same group.
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -44,6 +45,7 @@ def tensors(message: str, change: Callable[..., Arguments]) -> Case:
 # What both attention functions refuse
 CASES = {
     "q of 3 dims": tensors(r"q must be \(batch.*\(6, 4, 16\)", lambda q, k, v: {"q": q[0]}),
+    "q that is no tensor": option(r"q must be a Tensor, got NoneType", q=None),
     "k of 5 dims": tensors(r"k must be \(batch.*\(1, 1, 6, 2, 16\)", lambda q, k, v: {"k": k[None]}),
     "v of 2 dims": tensors(r"v must be \(batch.*\(2, 16\)", lambda q, k, v: {"v": v[0, 0]}),
     "mixed dtypes": tensors(r"one dtype.*float32.*float16", lambda q, k, v: {"k": k.half()}),
@@ -79,6 +81,7 @@ CASES = {
     "window of one side": option(r"window must be \(left, right\).*\(3,\)", window=(3,)),
     "window that is a number": option(r"window must be \(left, right\).*3", window=3),
     "window below -1": option(r"window.*>= 0.*-1.*\(-2, 0\)", window=(-2, 0)),
+    "window of fractions": option(r"window sides must be integers or None, got \(3.5, 0\)", window=(3.5, 0)),
     "scale of 0": option(r"scale must be positive.*0.0", scale=0.0),
     "scale of NaN": option(r"scale must be positive and finite, got nan", scale=float("nan")),
 }
@@ -90,6 +93,7 @@ RING_CASES = {
     "nccl on a CPU": option(r"transport='nccl' can't move cpu tensors", transport="nccl"),
     "nvlink": option("nvlink", NotImplementedError, transport="nvlink"),
     "negative seq_len": option(r"seq_len must be >= 0, got -1", seq_len=-1),
+    "seq_len that is no integer": option(r"seq_len must be an integer, got 18.0", seq_len=18.0),
     "rows that don't fit seq_len": option(r"zigzag gives rank \d of \d \d+ rows of seq_len=4, got 6", seq_len=4),
     "keys of another length": tensors(
         r"zigzag gives rank \d of \d 6 rows of seq_len=\d+, got 5 in k", lambda q, k, v: {"k": k[:, 1:], "v": v[:, 1:]}
@@ -188,6 +192,39 @@ def test_every_rank_of_a_ring_names_who_disagrees(workers):
             kind, words = seen[name]
             assert kind == "ValueError" and "disagree" in words, f"{name}: {kind}: {words}"
             assert re.search(case.message, words), f"{name}: {words}"
+
+
+def wait_for_a_rank_that_stays_away() -> tuple[float, str]:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    started = time.monotonic()
+    try:
+        if dist.get_rank() == 0:
+            ringflash.ring_attention(**good_arguments(), group=group)
+    except RuntimeError as error:
+        return time.monotonic() - started, str(error)
+    return 0.0, "stayed away"
+
+
+def test_a_rank_that_never_calls_is_an_error_within_the_timeout(workers):
+    (seconds, words), _ = workers(2).run(wait_for_a_rank_that_stays_away)
+    assert seconds < 10 and re.search(r"waiting for every rank of the group to make the same call failed", words), words
+
+
+def refuse_in_a_compiled_call(bad: dict[str, Any]) -> str:
+    ring = torch.compile(ringflash.ring_attention, backend="eager")
+    try:
+        ring(**good_arguments(), group=world(), **(bad if dist.get_rank() == 1 else {}))
+    except Exception as error:
+        check_good_call()
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("bad", [{"softcap": 3.0}, {"seq_len": 5}])
+def test_a_compiled_call_is_refused_like_any_other(workers, bad):
+    first, second = workers(2).run(refuse_in_a_compiled_call, bad)
+    assert "softcap is not built yet" in second or "rows of seq_len=5" in second, second
+    assert "rank 1 of the group refused" in first, first
 
 
 def disagree_after_agreeing() -> list[str]:

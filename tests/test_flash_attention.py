@@ -82,6 +82,13 @@ def test_windows_match_dense_attention(causal, window, query_len, key_len):
         assert_close(attend(inputs, **options), dense(inputs, **options), FP32_BOUND)
 
 
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**63 - 1, 2**64])
+def test_a_window_side_of_any_size_is_taken(size):
+    inputs = random_inputs(1, 20, 2, 16, key_len=15)
+    for window, seen in (((0, size), (0, None)), ((size, 0), (None, 0)), ((size, size), None)):
+        assert all(map(torch.equal, attend(inputs, window=window), attend(inputs, window=seen)))
+
+
 @pytest.mark.parametrize("scale", [1e-3, 0.25, 1.0, 3.0])
 def test_scale_multiplies_the_scores(scale):
     inputs = random_inputs(1, 17, 2, 16)
@@ -202,6 +209,14 @@ def test_runs_without_autograd(mode):
     with mode():
         out, lse = flash_attention(*inputs[:3], return_lse=True)
     assert not out.requires_grad and torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype):
+    inputs = random_inputs(1, 20, 2, 16, dtype=dtype)
+    plain = attend(inputs, causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, attend(inputs, causal=True), plain))
 
 
 def test_a_second_derivative_is_refused_not_wrong():

@@ -568,6 +568,43 @@ def test_unshard_undoes_shard_and_positions_are_the_rows_of_a_shard(workers, wor
             assert torch.equal(whole, x)
 
 
+DTYPES = [torch.bool, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn]
+
+
+def shard_dtypes_and_back() -> list[bool]:
+    wholes = [torch.arange(14).reshape(2, 7).remainder(2).to(dtype) for dtype in DTYPES]
+    backs = [unshard(shard(x, group=world()), group=world(), seq_len=7) for x in wholes]
+    return [
+        x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for x, y in zip(wholes, backs, strict=True)
+    ]
+
+
+def test_tensors_of_any_dtype_are_sharded(workers):
+    assert workers(3).run(shard_dtypes_and_back) == [[True] * len(DTYPES)] * 3
+
+
+def gradient_penalty() -> list[float]:
+    """Errors of the gradient of a loss that has a gradient in it, through `shard` and through both."""
+    errors = []
+    for middle in (lambda x: x, lambda x: unshard(x, group=world(), seq_len=7)):
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(1, 7, 2, generator=generator, dtype=torch.float64)
+        sharded, plain = whole.clone().requires_grad_(), whole.clone().requires_grad_()
+        results = middle(shard(sharded, group=world())).pow(3).sum(), plain.pow(3).sum()
+        for x, loss in zip((sharded, plain), results, strict=True):
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (x.sum() + slope.square().sum()).backward()
+        assert sharded.grad is not None and plain.grad is not None
+        errors.append(relative_error(sharded.grad, plain.grad))
+    return errors
+
+
+def test_second_derivatives_go_through_shard_and_unshard(workers):
+    for errors in workers(2).run(gradient_penalty):
+        assert max(errors) <= 1e-14
+
+
 def sharded_gradients(layout: str, seq_len: int) -> list[float]:
     """Errors of a replicated program with sharded middle: its gradients are those of the same program in one piece."""
     group = world()
