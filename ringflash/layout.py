@@ -44,7 +44,7 @@ def _zigzag(seq_len: int, world_size: int, rank: int) -> list[Run]:
 
 
 def _striped(seq_len: int, world_size: int, rank: int) -> list[Run]:
-    return [Run(rank, world_size, len(range(rank, seq_len, world_size)))]
+    return [Run(rank, world_size, (seq_len - rank + world_size - 1) // world_size)]
 
 
 LAYOUTS: dict[str, Callable[[int, int, int], list[Run]]] = {

@@ -24,6 +24,7 @@ from oracle import (
     world,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -530,6 +531,26 @@ def test_compiles_into_one_graph(workers, backend):
     whole = random_inputs(1, 27, 4, 16, kv_heads=2)
     parts = workers(2).run(attend_compiled, whole, backend)
     assert_close(assemble(parts, all_held("zigzag", 27, 2)), dense(whole, causal=True), FP32_BOUND)
+
+
+def graphs_of_several_lengths(layout: str) -> tuple[int, bool]:
+    """Graphs compiled for four lengths that were marked as dynamic, and whether all results were right."""
+    counter = CompileCounterWithBackend("aot_eager")
+    options: dict[str, Any] = {"group": world(), "layout": layout, "causal": True}
+    ring = torch.compile(lambda q, k, v: 1.0 * ring_attention(q, k, v, **options), fullgraph=True, backend=counter)
+    right = []
+    for rows in (20, 34, 8, 5):
+        q, k, v, *_ = random_inputs(1, rows, 2, 16, seed=dist.get_rank())
+        for x in (q, k, v):
+            torch._dynamo.mark_dynamic(x, 1)
+        right.append(torch.equal(ring(q, k, v), ring_attention(q, k, v, **options)))
+    return counter.frame_count, all(right)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lengths_may_be_dynamic_under_the_compiler(workers, layout):
+    for graphs, right in workers(2).run(graphs_of_several_lengths, layout):
+        assert right and graphs <= 2  # one more where the halves of a zigzag are not as long
 
 
 # shard, unshard, positions ----------------------------------------------------------------------------------------
