@@ -527,7 +527,10 @@ def _padded(dim: int) -> int:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
     """Attend to one shard and merge the partial result into the running one. As `reference.forward`."""
-    if into.out.numel() == 0 and into.lse.numel() == 0:
+    if k.numel() == 0 or q.numel() == 0:  # nothing to launch, and TMA has no descriptor of nothing
+        if first:
+            into.out.zero_()
+            into.lse.fill_(NEG_INF.value)
         return
     q, k, v = map(_aligned, (q, k, v))
     tile = _tiles(q, v).forward
@@ -592,64 +595,67 @@ def backward(
     first: bool,
 ) -> None:
     """One shard's share of the gradients. As `reference.backward`; see Note [Two kernels backward]."""
+    if k.numel() == 0 or q.numel() == 0:
+        results = dq, *take_dkv()
+        for result in results if first else ():
+            result.zero_()
+        return
     q, k, v, dout = map(_aligned, (q, k, v, dout))
     tiles = _tiles(q, v)
     numbers = {"lse": lse, "delta": delta, "n_q": q.shape[1], "scale": scale, "scale_log2": scale * LOG2E.value}
     strides = _strides(q=q, k=k, v=v, o=dout)
 
-    if dq.numel():
-        tile = tiles.dq
-        shape = _shape(q, k, v, tile)
-        ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
-        launches = _launches(k.shape[1], heads=1)
-        with _sums_of(launches, dq) as (total,):
-            for _, _, low, high in launches:
-                _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
-                    q=q,
-                    k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
-                    v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
-                    dout=dout,
-                    **numbers,
-                    dq=total,
-                    low=low,
-                    high=high,
-                    ranges=ranges,
-                    ADD=not first or low > 0,
-                    **strides,
-                    **_strides(g=total),
-                    **shape,
-                    **positions,
-                    **mask,
-                )
+    tile = tiles.dq
+    shape = _shape(q, k, v, tile)
+    ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
+    launches = _launches(k.shape[1], heads=1)
+    with _sums_of(launches, dq) as (total,):
+        for _, _, low, high in launches:
+            _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
+                q=q,
+                k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
+                v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
+                dout=dout,
+                **numbers,
+                dq=total,
+                low=low,
+                high=high,
+                ranges=ranges,
+                ADD=not first or low > 0,
+                **strides,
+                **_strides(g=total),
+                **shape,
+                **positions,
+                **mask,
+            )
     dk, dv = take_dkv()
-    if dk.numel() or dv.numel():
-        tile = tiles.dkv
-        shape = _shape(q, k, v, tile)
-        ranges, positions, mask = _visit_arguments(visit, "keys", tile.block_k, q.device)
-        launches = _launches(q.shape[1], heads=q.shape[2] // k.shape[2])
-        with _sums_of(launches, dk, dv) as (total_dk, total_dv):
-            for first_head, n_heads, low, high in launches:
-                _dkv_kernel[(triton.cdiv(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
-                    q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
-                    k=k,
-                    v=v,
-                    dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile),
-                    **numbers,
-                    dk=total_dk,
-                    dv=total_dv,
-                    n_k=k.shape[1],
-                    low=low,
-                    high=high,
-                    first_head=first_head,
-                    n_heads=n_heads,
-                    ranges=ranges,
-                    ADD=not first or first_head > 0 or low > 0,
-                    **strides,
-                    **_strides(g=total_dk, w=total_dv),
-                    **shape,
-                    **positions,
-                    **mask,
-                )
+    tile = tiles.dkv
+    shape = _shape(q, k, v, tile)
+    ranges, positions, mask = _visit_arguments(visit, "keys", tile.block_k, q.device)
+    launches = _launches(q.shape[1], heads=q.shape[2] // k.shape[2])
+    with _sums_of(launches, dk, dv) as (total_dk, total_dv):
+        for first_head, n_heads, low, high in launches:
+            _dkv_kernel[(triton.cdiv(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
+                q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
+                k=k,
+                v=v,
+                dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile),
+                **numbers,
+                dk=total_dk,
+                dv=total_dv,
+                n_k=k.shape[1],
+                low=low,
+                high=high,
+                first_head=first_head,
+                n_heads=n_heads,
+                ranges=ranges,
+                ADD=not first or first_head > 0 or low > 0,
+                **strides,
+                **_strides(g=total_dk, w=total_dv),
+                **shape,
+                **positions,
+                **mask,
+            )
 
 
 def _launches(rows: int, heads: int) -> list[tuple[int, int, int, int]]:

@@ -4,6 +4,7 @@ The interpreter multiplies bf16 wrongly, so these cases are fp16 and fp32. What 
 ranges, positions and sums; tiles here are those of small GPUs.
 """
 
+import math
 import os
 
 import pytest
@@ -81,6 +82,24 @@ def test_unequal_lengths_align_at_the_end_and_empty_rows_are_exact(mask, query_l
     for got, want in zip((*total, dq, dk, dv), expected, strict=True):
         # a row that sees one key has dq = dk = 0 but for rounding: compare with the size of the inputs too
         assert (got.double() - want)[want.isfinite()].norm() <= 2e-6 * (want[want.isfinite()].norm() + 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "query_len", "key_len", "heads"), [(0, 5, 5, 2), (1, 0, 5, 2), (1, 5, 0, 2), (1, 0, 0, 2), (1, 5, 5, 0)]
+)
+def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_len, key_len, heads, monkeypatch):
+    inputs = random_inputs(batch, query_len, heads, 16, kv_heads=1, key_len=key_len)
+    q, k, v, dout, dlse = inputs
+    visit = plan.plan_one(Mask(right=0), query_len, key_len).visits[0]
+    assert visit is not None
+    for kernel in ("_forward_kernel", "_dq_kernel", "_dkv_kernel"):
+        monkeypatch.setattr(local_kernel, kernel, None)
+    total = local_kernel.Partial(torch.full_like(dout, math.nan), torch.full_like(dlse, math.nan))
+    BACKEND.forward(q, k, v, visit, 0.25, into=total, first=True)
+    assert not total.out.any() and (total.lse == -math.inf).all()
+    dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+    BACKEND.backward(q, k, v, dout, total.lse, dlse, visit, 0.25, dq=dq, take_dkv=lambda: (dk, dv), first=True)
+    assert not any(x.any() for x in (dq, dk, dv))
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**63 - 1])
