@@ -46,6 +46,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
 NEG_INF = tl.constexpr(float("-inf"))
 LONGEST_SUM = 2**16  # rows: see Note [Long sums]
+MOST_BATCHES = 2**16 - 1  # of one launch: what CUDA takes as a grid's third dimension
 # Arguments whose values differ from visit to visit: a kernel is not compiled anew for each that is 1 or divides by 16.
 NUMBERS = [
     "n_q", "n_k", "low", "high", "q_start", "q_step", "k_start", "k_step", "left", "right",
@@ -532,6 +533,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
             into.out.zero_()
             into.lse.fill_(NEG_INF.value)
         return
+    if q.shape[0] > MOST_BATCHES:
+        for part in _batches(q):
+            forward(q[part], k[part], v[part], visit, scale, Partial(into.out[part], into.lse[part]), first)
+        return
     q, k, v = map(_aligned, (q, k, v))
     tile = _tiles(q, v).forward
     shape = _shape(q, k, v, tile)
@@ -559,6 +564,10 @@ def compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     b, s, h, dim = out.shape
     delta = torch.empty(b, h, s, dtype=torch.float32, device=out.device)
     if delta.numel() == 0:
+        return delta
+    if b > MOST_BATCHES:
+        for part in _batches(out):
+            delta[part] = compute_delta(out[part], dout[part], None if dlse is None else dlse[part])
         return delta
     out, dout = _aligned(out), _aligned(dout)
     lse_strides = (0, 0, 0) if dlse is None else dlse.stride()
@@ -599,6 +608,12 @@ def backward(
         results = dq, *take_dkv()
         for result in results if first else ():
             result.zero_()
+        return
+    if q.shape[0] > MOST_BATCHES:
+        dk, dv = take_dkv()
+        for part in _batches(q):
+            inputs, rows = (x[part] for x in (q, k, v, dout)), (lse[part], delta[part])
+            backward(*inputs, *rows, visit, scale, dq[part], lambda part=part: (dk[part], dv[part]), first)
         return
     q, k, v, dout = map(_aligned, (q, k, v, dout))
     tiles = _tiles(q, v)
@@ -676,6 +691,11 @@ def _sums_of(launches: list, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
     for result, total in zip(results, sums, strict=True):
         if total is not result:
             result.copy_(total)
+
+
+def _batches(x: Tensor) -> list[slice]:
+    """The batches of each launch."""
+    return [slice(begin, begin + MOST_BATCHES) for begin in range(0, x.shape[0], MOST_BATCHES)]
 
 
 def _tiles(q: Tensor, v: Tensor) -> Tiles:

@@ -102,6 +102,16 @@ def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_l
     assert not any(x.any() for x in (dq, dk, dv))
 
 
+def test_more_batches_than_a_grid_takes_are_several_launches(monkeypatch):
+    inputs = random_inputs(5, 33, 2, 16, kv_heads=1)
+    whole = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2)
+    monkeypatch.setattr(local_kernel, "MOST_BATCHES", 2)
+    batches, launch = [], local_kernel._strides
+    monkeypatch.setattr(local_kernel, "_strides", lambda **x: batches.extend(map(len, x.values())) or launch(**x))
+    assert all(map(torch.equal, emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2), whole))
+    assert set(batches) == {1, 2}
+
+
 @pytest.mark.parametrize("size", [2**31 - 1, 2**63 - 1])
 def test_positions_and_windows_of_any_size_do_not_overflow(size):
     q, k, v, *_ = random_inputs(1, 80, 1, 16, key_len=70)
