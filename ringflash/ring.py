@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import comm
-from .merge import Partial
+from .merge import NEG_INF, Partial
 from .plan import Plan, Visit
 
 
@@ -79,6 +79,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of this rank's shards, from every rank's queries and keys; each in its input's dtype."""
     sums = q.dtype if plan.hops == 0 else torch.promote_types(q.dtype, torch.float32)
+    if dlse is not None:  # the lse of a query that sees no key is a constant
+        dlse = dlse.masked_fill(result.lse == NEG_INF, 0.0)
     delta = backend.compute_delta(result.out, dout, dlse)
     dq = torch.empty(q.shape, dtype=sums, device=q.device)
     gradients = comm.Gradients(plan, k, v, sums, transport)

@@ -202,6 +202,14 @@ def test_inputs_that_need_no_gradient_get_none(needed):
         assert leaf.grad is None or torch.equal(leaf.grad, grad)
 
 
+def test_a_loss_of_the_lse_may_be_singular_where_no_key_is_seen():
+    q, k, v, *_ = (x.requires_grad_() for x in random_inputs(1, 9, 2, 16, key_len=4))
+    _, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    lse.square().masked_fill(lse.isinf(), 0.0).sum().backward()  # 0 * -inf: dlse is NaN in the empty rows
+    assert q.grad is not None and k.grad is not None
+    assert not q.grad[:, :5].any() and q.grad[:, 6:].any() and k.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_runs_without_autograd(mode):
     inputs = random_inputs(1, 12, 2, 16)
