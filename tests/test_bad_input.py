@@ -196,6 +196,7 @@ def test_every_rank_of_a_ring_names_who_disagrees(workers):
 
 def wait_for_a_rank_that_stays_away() -> tuple[float, str]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    assert isinstance(group, dist.ProcessGroup)
     started = time.monotonic()
     try:
         if dist.get_rank() == 0:
@@ -212,8 +213,9 @@ def test_a_rank_that_never_calls_is_an_error_within_the_timeout(workers):
 
 def refuse_in_a_compiled_call(bad: dict[str, Any]) -> str:
     ring = torch.compile(ringflash.ring_attention, backend="eager")
+    arguments: Arguments = good_arguments() | (bad if dist.get_rank() == 1 else {})
     try:
-        ring(**good_arguments(), group=world(), **(bad if dist.get_rank() == 1 else {}))
+        ring(**arguments, group=world())
     except Exception as error:
         check_good_call()
         return str(error)
