@@ -767,7 +767,7 @@ def _visit_arguments(
     return ranges, positions, mask
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _position_arguments(runs: Runs, device: torch.device) -> tuple[Tensor | None, int, int]:
     """`(table, start, step)`; no table where the positions are one run."""
     if len(runs) == 1:
@@ -775,7 +775,7 @@ def _position_arguments(runs: Runs, device: torch.device) -> tuple[Tensor | None
     return _to_device(runs_to_positions(runs).to(torch.int32), device), 0, 0
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _ranges(visit: Visit, blocks: Literal["queries", "keys"], block: int, device: torch.device) -> Tensor:
     return _to_device(visit.key_ranges(block) if blocks == "queries" else visit.query_ranges(block), device)
 
