@@ -13,7 +13,9 @@ plan.py, Note [One contiguous range]), and the positions of both sides. Tiles in
 mask code; the tiles around them are masked by position. So no kernel knows a layout or a mask by name.
 
 Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
-(its queries) come by pointer: a descriptor's tile would be reshaped in registers, and stay in them for the whole loop.
+(its queries) come by pointer and stay in shared memory: a descriptor's tile is reshaped in registers, and stays there
+for the whole loop. dQ takes that where registers last: the left operands of S and dP then cost no shared memory reads,
+which bound those products at 64 keys a tile.
 
 Note [Long sums]. Tensor cores truncate when they accumulate, so a sum's error grows with its length: on an H200, dK
 over 4 heads x 65536 queries was 1.4 times as wrong in fp16 as over one head's, dQ over a million keys 1.13 times as
@@ -320,7 +322,7 @@ def _dq_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, Q_BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head, from the key rows `low` to `high`."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -335,9 +337,11 @@ def _dq_kernel(
     rows_q = row_q + tl.arange(0, BLOCK_Q)
     in_rows = rows_q < n_q
     query = _positions(q_table, q_start, q_step, rows_q, n_q, Q_ARITHMETIC)
-    q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, False, True)
+    q_tile = _load_rows(
+        q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, Q_BY_TMA, True
+    )
     dout_tile = _load_rows(
-        dout, batch, head, row_q, n_q, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, False, True
+        dout, batch, head, row_q, n_q, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, Q_BY_TMA, True
     )
     head_rows = (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q
     lse_rows = tl.load(lse + head_rows + rows_q, mask=in_rows, other=float("inf")) * LOG2E
@@ -482,13 +486,15 @@ def _store_or_add(pointers, value, mask, ADD: tl.constexpr):
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is cut: rows of queries and keys in a tile, warps, stages of the load pipeline, TMA or pointers."""
+    """How a kernel is cut: rows of queries and keys in a tile, warps, stages of the load pipeline, TMA or pointers, and
+    for dQ (with TMA alone) where a program's queries stay."""
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
     tma: bool
+    q_in_registers: bool = False
 
 
 @dataclass(frozen=True)
@@ -508,10 +514,10 @@ def choose_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tupl
         return Tiles(tile, tile, tile)
     if capability[0] in (9, 10):  # data-centre GPUs with TMA and 227 KiB of shared memory; measured on an H200
         if dim <= 64:
-            return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 128, 4, 3, True), Tile(128, 64, 4, 2, True))
+            return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 128, 4, 3, True, True), Tile(128, 64, 4, 2, True))
         if dim <= 128:
-            return Tiles(Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 2, True))
-        return Tiles(Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(32, 64, 8, 3, True))
+            return Tiles(Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True, True), Tile(64, 64, 4, 2, True))
+        return Tiles(Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 1, True))
     if dim <= 64:  # the others have 99 KiB or more
         return Tiles(Tile(128, 64, 4, 3, False), Tile(64, 64, 4, 3, False), Tile(64, 64, 4, 3, False))
     if dim <= 128:
@@ -627,15 +633,16 @@ def backward(
     with _sums_of(launches, dq) as (total,):
         for _, _, low, high in launches:
             _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
-                q=q,
+                q=_source(q, tile.block_q, shape["BLOCK_D"], tile) if tile.q_in_registers else q,
                 k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
                 v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
-                dout=dout,
+                dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile) if tile.q_in_registers else dout,
                 **numbers,
                 dq=total,
                 low=low,
                 high=high,
                 ranges=ranges,
+                Q_BY_TMA=tile.q_in_registers,
                 ADD=not first or low > 0,
                 **strides,
                 **_strides(g=total),

@@ -61,7 +61,7 @@ def compile_kernel(
     constants = {
         "D": dim, "DV": v_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d,
         "BLOCK_DV": block_dv, "Q_ARITHMETIC": not tables, "K_ARITHMETIC": not tables, "HAS_LEFT": False,
-        "HAS_RIGHT": causal, "MERGE": accumulate, "ADD": accumulate, "TMA": tile.tma,
+        "HAS_RIGHT": causal, "MERGE": accumulate, "ADD": accumulate, "TMA": tile.tma, "Q_BY_TMA": tile.q_in_registers,
         "PRECISION": local_kernel._precision(dtype),
     }  # fmt: skip
     if not tables:
@@ -75,7 +75,7 @@ def compile_kernel(
         elif argument in ("q", "k", "v", "dout"):
             cols = block_d if argument in "qk" else block_dv
             rows = tile.block_k if argument in "kv" else tile.block_q
-            by_tma = tile.tma and argument in STREAMED[kernel]
+            by_tma = tile.tma and (argument in STREAMED[kernel] or tile.q_in_registers)
             signature[argument] = f"tensordesc<{name}[1, {rows}, 1, {cols}]>" if by_tma else f"*{name}"
         elif argument in ("out", "dq", "dk", "dv"):
             signature[argument] = "*fp32" if accumulate else f"*{name}"
