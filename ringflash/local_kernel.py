@@ -516,7 +516,7 @@ def choose_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tupl
         if dim <= 64:
             return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 128, 4, 3, True, True), Tile(128, 64, 4, 2, True))
         if dim <= 128:
-            return Tiles(Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True, True), Tile(64, 64, 4, 2, True))
+            return Tiles(Tile(128, 128, 8, 3, True), Tile(64, 64, 4, 3, True, True), Tile(64, 64, 4, 2, True))
         return Tiles(Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 1, True))
     if dim <= 64:  # the others have 99 KiB or more
         return Tiles(Tile(128, 64, 4, 3, False), Tile(64, 64, 4, 3, False), Tile(64, 64, 4, 3, False))
