@@ -44,6 +44,10 @@ def flash_attention(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -115,6 +119,10 @@ def ring_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[True], **options: Unpack[_RingOptions]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: bool, **options: Unpack[_RingOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,
     k: Tensor,

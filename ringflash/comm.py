@@ -10,7 +10,6 @@ the ranks before it have summed, adds its own share in place, and sends it on at
 they are `hops` ranks away from their owner and go home in one message.
 """
 
-import logging
 import math
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -23,7 +22,6 @@ from torch import Tensor
 from .plan import Plan, Visit
 
 TRANSPORTS = ("auto", "gloo", "nccl", "nvlink")
-logger = logging.getLogger("ringflash")
 
 
 class Pending(Protocol):

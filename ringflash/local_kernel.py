@@ -2,7 +2,8 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
 # (jitted code is Triton's language, not Python's types)
-"""Local attention in Triton: one launch per visit forward, two backward, in every layout and under every mask.
+"""Local attention in Triton: one launch per visit forward, two backward (more where sums are long), in every layout
+and under every mask.
 
 Legend: `q_bshd`, `k_bsgd`, `v_bsgd`, `out_bshd`; `lse_bhs` natural log, fp32; `delta_bhs` fp32. In a kernel, scores are
 in base 2 (`LOG2E` folded into the scale), rows are indices into a shard, positions are global. Products are written

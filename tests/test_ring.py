@@ -28,7 +28,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ringflash import flash_attention, positions, ring_attention, shard, unshard
+from ringflash import comm, flash_attention, positions, ring_attention, shard, unshard
 from ringflash.testing import Inputs, Workers, random_inputs, relative_error
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
@@ -311,6 +311,28 @@ def test_keys_and_values_travel_in_one_message_and_unrepeated(workers):
 
 
 # Memory of tensors ------------------------------------------------------------------------------------------------
+
+
+def attend_with_nccls_messages(whole: Inputs, layout: str) -> bool:
+    """Is the result the same, to the bit, when messages are sent as `NcclTransport` sends them: batched, untagged?"""
+    held = held_here(layout, whole.q.shape[1])
+    options = {"seq_len": whole.q.shape[1], "layout": layout, "causal": True}
+    by_gloo = attend_here(local_part(whole, held), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "GlooTransport", None)
+        patch.setattr(comm, "make_transport", lambda name, group: comm.NcclTransport(group))
+        by_nccl = attend_here(local_part(whole, held), **options)
+    return all(map(torch.equal, by_gloo, by_nccl))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_nccl_transports_messages_match_up_without_tags(workers, world_size, layout):
+    # NCCL itself wants a GPU a rank. Gloo takes the same batches, and matches untagged messages in their order too.
+    whole = Problem(2, 37, 4, kv_heads=2).inputs()
+    assert workers(world_size).run(attend_with_nccls_messages, whole, layout) == [True] * world_size
+    short = Problem(1, world_size - 1, 2).inputs()  # a rank without rows sends nothing
+    assert workers(world_size).run(attend_with_nccls_messages, short, layout) == [True] * world_size
 
 
 def strided(x: Tensor) -> Tensor:
