@@ -789,5 +789,9 @@ def _ranges(visit: Visit, blocks: Literal["queries", "keys"], block: int, device
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Without stopping the host: from pinned memory."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    """Without stopping the host: from pinned memory. What comes here is kept and used again, so not inside a graph."""
+    if device.type != "cuda":
+        return x.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run attention on these shapes, masks and layouts once before capturing a CUDA graph of it")
+    return x.pin_memory().to(device, non_blocking=True)

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed (it exist
 
 from compile_kernels import KERNELS, Compiled, compile_kernel  # noqa: E402
 
-from ringflash.local_kernel import LONGEST_SUM, _launches, choose_tiles  # noqa: E402
+from ringflash.local_kernel import LONGEST_SUM, _launches, _to_device, choose_tiles  # noqa: E402
 
 CASES = Path(__file__).with_name("interpreter_cases.py")
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # what one program may use; sm_86 and sm_89 have sm_80's tiles
@@ -94,3 +94,10 @@ def test_launches_cover_every_row_of_every_head_once_and_sum_over_few(rows, head
     assert sum(n_heads * (high - low) for _, n_heads, low, high in launches) == rows * heads
     assert all(n_heads * (high - low) <= LONGEST_SUM for _, n_heads, low, high in launches)
     assert len({(first_head, low) for first_head, _, low, _ in launches}) == len(launches)
+
+
+def test_tables_are_not_made_inside_a_cuda_graph(monkeypatch):
+    # their memory would be the graph's, and they would hold nothing until it is replayed
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="once before capturing"):
+        _to_device(torch.zeros(1, dtype=torch.int32), torch.device("cuda"))
