@@ -13,6 +13,7 @@ from emulate import emulate_ring
 
 from ringflash import flash_attention, local_kernel, plan, reference
 from ringflash.layout import Run
+from ringflash.local_kernel import choose_tiles
 from ringflash.mask import Mask
 from ringflash.ring import Backend
 from ringflash.testing import Inputs, random_inputs, relative_error
@@ -59,6 +60,24 @@ def test_kernels_match_dense_attention_in_every_layout(layout, mask):
 def test_kernels_match_dense_attention_for_dtypes_heads_and_dims(dtype, heads, kv_heads, dim, v_dim):
     inputs = random_inputs(1, 101, heads, dim, kv_heads=kv_heads, v_head_dim=v_dim, dtype=dtype)
     check(emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2), dense(inputs, Mask(right=0)), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "dim", "v_dim"),
+    [("zigzag", "causal", 64, 64), ("striped", "window", 40, 24), ("contiguous", "full", 64, 128)],
+)
+def test_a_hopper_gpus_tiles_come_by_descriptor(monkeypatch, layout, mask, dim, v_dim):
+    monkeypatch.setattr(local_kernel, "choose_tiles", lambda d, dv, dtype, _: choose_tiles(d, dv, dtype, (9, 0)))
+    inputs = random_inputs(2, 203, 2, dim, kv_heads=1, v_head_dim=v_dim, dtype=torch.float16)
+    results = emulate_ring(BACKEND, inputs, MASKS[mask], layout, 2)
+    check(results, dense(inputs, MASKS[mask]), TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_long_sums_are_made_in_several_launches(monkeypatch, layout):
+    monkeypatch.setattr(local_kernel, "LONGEST_SUM", 50)
+    inputs = random_inputs(1, 203, 4, 16, kv_heads=2)
+    check(emulate_ring(BACKEND, inputs, MASKS["window"], layout, 2), dense(inputs, MASKS["window"]), 2e-6)
 
 
 @pytest.mark.parametrize(("query_len", "key_len"), [(1, 1), (1, 70), (70, 1), (70, 101), (101, 70)])
