@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +23,7 @@ from accuracy import NAMES
 from peers import LOADERS, MASKS, Case, Shape, make_inputs
 from ringflash import ring_attention
 from ringflash.mask import Mask
+from ringflash.ops import HAS_TRITON
 from ringflash.reference import dense_attention
 from world import World
 
@@ -73,6 +75,18 @@ def test_bench_local_times_what_runs_and_says_why_the_rest_does_not(tmp_path):
     *_, header, rule, causal, full = done.stdout.splitlines()
     assert header.split() == ["case", "sdpa-fa2", "sdpa-cudnn"] and set(rule) <= {"-", " "}
     assert "causal" in causal and "full" in full and causal.endswith("- / -")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (it exists for Linux only)")
+def test_sweep_tiles_times_each_kernel_with_each_tile(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tiles = ["32,32,4,1", "64,64,4,2,tma,registers"]
+    sizes = ["--tokens", "65", "--heads", "1", "--dims", "16", "--dtype", "fp16", "--masks", "causal"]
+    timing = ["--rounds", "1", "--round-ms", "1", "--device", "cpu", "--out", str(tmp_path)]
+    done = run("sweep_tiles.py", *sizes, *timing, "--tiles", *tiles)
+    assert done.returncode == 0, done.stderr
+    rows = read(tmp_path / "tile_sweep.csv")
+    assert {(row["kernel"], row["tile"]) for row in rows} == set(product(["forward", "dq", "dkv"], tiles))
 
 
 def test_check_local_passes_on_cpu(tmp_path):
