@@ -1,7 +1,7 @@
 """The public functions: what they take, what they give, and what they refuse."""
 
 import math
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
@@ -75,7 +75,7 @@ def flash_attention(
             (bottom-right, as flash-attn): query `i` sees the keys up to `i + s_k - s_q`.
         scale: multiplies the scores; positive. Default `d ** -0.5`.
         window: `(left, right)`: a query at position `p` sees keys at `p - left` to `p + right`; `None` or -1 leaves a
-            side open. With `causal`, `right` is 0 at most.
+            side open. With `causal` a key must be visible under both: `right` counts as 0.
         cu_seqlens, softcap, sinks, dropout_p: not built yet; anything but the default raises `NotImplementedError`.
         deterministic: bitwise-equal gradients from run to run. Every backend built so far is always deterministic.
         return_lse: return the log-sum-exp too.
@@ -227,7 +227,7 @@ def _check_options(
     dropout_p: float,
 ) -> tuple[int, int]:
     """The window as two integers, `OPEN` where a side has no bound."""
-    if not 0 <= dropout_p < 1:
+    if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     not_built = {"cu_seqlens": cu_seqlens, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p or None}
     for name, value in not_built.items():
@@ -245,7 +245,8 @@ def _check_options(
 
 
 def _check_scale(scale: float | None, q: Tensor) -> float:
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    if not (factor > 0 and math.isfinite(factor)):
-        raise ValueError(f"scale must be positive and finite, got {factor}")
-    return factor
+    if scale is None:
+        return q.shape[3] ** -0.5
+    if not isinstance(scale, Real) or not 0 < float(scale) < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    return float(scale)

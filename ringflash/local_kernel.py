@@ -25,7 +25,7 @@ memory, which rounds.
 
 Note [Two kernels backward]. dK/dV of a block of keys, then dQ of a block of queries: seven products instead of five,
 but each result is owned by one program, so sums are in place, in fp32 and in one order: always deterministic, and no
-atomics. dQ goes first: the dK/dV that the ring brings may still be on its way.
+two programs add to one element. dQ goes first: the dK/dV that the ring brings may still be on its way.
 """
 
 import math

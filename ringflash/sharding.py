@@ -24,7 +24,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
             raise ValueError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got a mesh of shape {group.shape}")
         return group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
+        hint = "" if dist.is_initialized() else "; call torch.distributed.init_process_group() first"
+        raise ValueError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}{hint}")
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not in the group it passed")
     return group

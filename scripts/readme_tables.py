@@ -108,7 +108,7 @@ def check_ring(rows: list[Row]) -> str:
 
 def bench_local(rows: list[Row]) -> str:
     case = "device", "b", "h", "g", "s", "d", "dtype", "mask"
-    rows = last_run((row for row in rows if not row["device"].startswith("CPU")), *case)
+    rows = last_run(rows, *case)
     names = [name for (name,), group in group_by(rows, "implementation").items() if any(row["tflops"] for row in group)]
 
     def line(group: list[Row]) -> list[str]:
@@ -121,7 +121,7 @@ def bench_local(rows: list[Row]) -> str:
 
 def bench_ring(rows: list[Row]) -> str:
     case = "device", "process_group", "transport", "b", "h", "g", "s", "d", "dtype", "mask"
-    rings = (row for row in rows if row["layout"] and not row["device"].startswith("CPU"))
+    rings = (row for row in rows if row["layout"])
     rows = [row for row in last_run(rings, *case, "ranks") if row["median_ms"]]
 
     def line(group: list[Row]) -> list[str]:
@@ -153,7 +153,7 @@ def render(readme: str, results: Path) -> str:
     """The README with each of its tables written anew. Raises `KeyError` for a table that nothing here writes."""
 
     def fill(match: re.Match[str]) -> str:
-        rows = read_rows(results / f"{match['name']}.csv")
+        rows = [row for row in read_rows(results / f"{match['name']}.csv") if not row["device"].startswith("CPU")]
         text = TABLES[match["name"]](rows) if rows else "Not measured yet."
         return f"<!-- table:{match['name']} -->\n{text}\n<!-- /table:{match['name']} -->"
 

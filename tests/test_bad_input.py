@@ -401,3 +401,16 @@ def call_something_else_on_rank_1() -> str:
 def test_ranks_that_call_different_functions_are_named(workers):
     for words in workers(3).run(call_something_else_on_rank_1):
         assert re.search(r"call: ring_attention \(ranks 0, 2\), unshard \(rank 1\)", words), words
+
+
+@pytest.mark.parametrize(("name", "value"), [("dropout_p", None), ("dropout_p", "0.1"), ("scale", "x")])
+def test_numbers_that_are_none_are_refused_by_name(name, value):
+    q, k, v = random_inputs(1, 8, 2, 16)[:3]
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        ringflash.flash_attention(q, k, v, **{name: value})
+
+
+def test_a_missing_group_says_what_to_call_first():
+    q, k, v = random_inputs(1, 8, 2, 16)[:3]
+    with pytest.raises(ValueError, match=r"init_process_group\(\) first"):
+        ringflash.ring_attention(q, k, v, group=None)  # pyright: ignore[reportArgumentType, reportCallIssue]

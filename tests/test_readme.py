@@ -131,3 +131,9 @@ def test_ring_table_has_one_line_for_each_ring(tmp_path: Path):
 def test_missing_results_say_so(tmp_path: Path):
     text = readme_tables.render("<!-- table:check_ring -->\n9 of 9\n<!-- /table:check_ring -->", tmp_path)
     assert text == "<!-- table:check_ring -->\nNot measured yet.\n<!-- /table:check_ring -->"
+
+
+def test_rows_from_cpus_are_in_no_table(tmp_path: Path):
+    write_csv(tmp_path / "check_local.csv", [error_row(1.0, device="CPU x86_64")])
+    text = readme_tables.render("<!-- table:check_local -->\n<!-- /table:check_local -->", tmp_path)
+    assert "Not measured yet." in text
