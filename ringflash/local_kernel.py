@@ -6,12 +6,13 @@
 and under every mask.
 
 Legend: `q_bshd`, `k_bsgd`, `v_bsgd`, `out_bshd`; `lse_bhs` natural log, fp32; `delta_bhs` fp32. In a kernel, scores are
-in base 2 (`LOG2E` folded into the scale), rows are indices into a shard, positions are global. Products are written
-with their shapes: Q, K rows of a tile, D and DV head dims.
+in base 2 (`LOG2E` folded into the scale), and rows are indices into a shard. Products are written with their shapes:
+Q, K rows of a tile, D and DV head dims.
 
-A kernel gets, for each of its blocks, the range `begin, full_begin, full_end, end` of the other side's rows (see
-plan.py, Note [One contiguous range]), and the positions of both sides. Tiles inside `[full_begin, full_end)` run no
-mask code; the tiles around them are masked by position. So no kernel knows a layout or a mask by name.
+A kernel gets, for each of its blocks, the range `begin, full_begin, full_end, end` of the other side's rows, and for
+each query row the range of key rows that it sees (see plan.py, Note [One contiguous range]). Tiles inside
+`[full_begin, full_end)` run no mask code; the tiles around them compare rows with those ranges. So no kernel knows a
+position, a layout or a mask.
 
 Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
 (its queries) come by pointer and stay in shared memory: a descriptor's tile is reshaped in registers, and stays there
@@ -41,9 +42,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .layout import Runs, runs_to_positions
+from .mask import Mask
 from .merge import Partial
-from .plan import Visit
+from .plan import TABLE_BYTES, Visit, keep_by_bytes
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
@@ -51,10 +52,7 @@ NEG_INF = tl.constexpr(float("-inf"))
 LONGEST_SUM = 2**16  # rows: see Note [Long sums]
 MOST_BATCHES = 2**16 - 1  # of one launch: what CUDA takes as a grid's third dimension
 # Arguments whose values differ from visit to visit: a kernel is not compiled anew for each that is 1 or divides by 16.
-NUMBERS = [
-    "n_q", "n_k", "low", "high", "q_start", "q_step", "k_start", "k_step", "left", "right",
-    "heads_per_kv", "first_head", "n_heads",
-]  # fmt: skip
+NUMBERS = ["n_q", "n_k", "low", "high", "heads_per_kv", "first_head", "n_heads"]
 
 
 # Verbs --------------------------------------------------------------------------------------------------------------
@@ -105,24 +103,23 @@ def _rows_pointers(base, batch, head, row, stride_b, stride_s, stride_h, ROWS: t
 
 
 @triton.jit
-def _positions(table, start, step, rows, end, ARITHMETIC: tl.constexpr):
-    """Global positions of rows: arithmetic when they are one run, else from the table."""
-    if ARITHMETIC:
-        position = start + step * rows
+def _load_seen(seen_rows, rows, end, n_q, n_k):
+    """`(first, last)`: the range of key rows that each query row sees, all of them where there is no table. Empty for
+    rows past `end`."""
+    if seen_rows is None:
+        first = tl.zeros_like(rows)
+        last = tl.where(rows < end, n_k, 0)
     else:
-        position = tl.load(table + rows, mask=rows < end, other=0)
-    return position
+        first = tl.load(seen_rows + rows, mask=rows < end, other=0)
+        last = tl.load(seen_rows + n_q + rows, mask=rows < end, other=0)
+    return first, last
 
 
 @triton.jit
-def _visible(query, key, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """The mask's predicate by position; the arguments broadcast. As `Mask.visible`."""
-    seen = (query == query) & (key == key)
-    if HAS_LEFT:
-        seen &= key >= query - left
-    if HAS_RIGHT:
-        seen &= key <= query + right
-    return seen
+def _within(key, first, last):
+    """`first <= key < last`, given `first <= last`; the arguments broadcast. One comparison, of unsigned numbers: with
+    two, dK/dV spills on sm_90 (d64, triton 3.7)."""
+    return (key - first).to(tl.uint32, bitcast=True) < (last - first).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -170,20 +167,17 @@ def _online_softmax_update(scores, row_max, row_sum, scale_log2, MASKED: tl.cons
 
 @triton.jit
 def _attend(
-    q_tile, k, v, acc, row_max, row_sum, query, batch, kv_head, row, end,
-    k_table, k_start, k_step, left, right, scale_log2,
+    q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys."""
     k_tile = _load_rows(k, batch, kv_head, row, end, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, MASKED)
     scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
     if MASKED:
-        rows = row + tl.arange(0, BLOCK_K)
-        key = _positions(k_table, k_start, k_step, rows, end, K_ARITHMETIC)
-        seen = _visible(query[:, None], key[None, :], left, right, HAS_LEFT, HAS_RIGHT) & (rows < end)[None, :]
+        key = row + tl.arange(0, BLOCK_K)[None, :]
+        seen = _within(key, first[:, None], tl.maximum(tl.minimum(last, end), first)[:, None])
         scores = tl.where(seen, scores, NEG_INF)
     p, rescale, row_max, row_sum = _online_softmax_update(scores, row_max, row_sum, scale_log2, MASKED)
     v_tile = _load_rows(
@@ -196,13 +190,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward_kernel(
-    q, k, v, out, lse, ranges, q_table, k_table,
+    q, k, v, out, lse, ranges, seen_rows,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh,
-    n_q, n_k, q_start, q_step, k_start, k_step, left, right, scale_log2, heads_per_kv,
+    n_q, n_k, scale_log2, heads_per_kv,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     MERGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head against the keys it sees; the last block, longest when causal, comes first."""
@@ -216,7 +209,6 @@ def _forward_kernel(
             return
     row_q = block * BLOCK_Q
     rows_q = row_q + tl.arange(0, BLOCK_Q)
-    query = _positions(q_table, q_start, q_step, rows_q, n_q, Q_ARITHMETIC)
     q_tile = _load_rows(q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, False, True)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_Q], NEG_INF, tl.float32)
@@ -225,18 +217,17 @@ def _forward_kernel(
     tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_K)
     for i in tl.range(0, tiles_full, disable_licm=True):
         acc, row_max, row_sum = _attend(
-            q_tile, k, v, acc, row_max, row_sum, query, batch, kv_head, full_begin + i * BLOCK_K, end,
-            k_table, k_start, k_step, left, right, scale_log2,
+            q_tile, k, v, acc, row_max, row_sum, None, None, batch, kv_head, full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, K_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False,
         )  # fmt: skip
+    first, last = _load_seen(seen_rows, rows_q, n_q, n_q, n_k)
     for i in tl.range(0, tiles_left + tiles_right, disable_licm=True):
         row, stop = _masked_tile(i, tiles_left, begin, full_begin, tiles_full, end, BLOCK_K)
         acc, row_max, row_sum = _attend(
-            q_tile, k, v, acc, row_max, row_sum, query, batch, kv_head, row, stop,
-            k_table, k_start, k_step, left, right, scale_log2,
+            q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, K_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True,
         )  # fmt: skip
 
     # Epilogue: normalise, and merge with what the visits before this one left. See merge.py.
@@ -290,12 +281,10 @@ def _delta_kernel(
 
 @triton.jit
 def _dq_step(
-    q_tile, dout_tile, k, v, dq, lse_rows, delta_rows, query, batch, kv_head, row, end,
-    k_table, k_start, k_step, left, right, scale_log2,
+    q_tile, dout_tile, k, v, dq, lse_rows, delta_rows, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dQ from one tile of keys."""
     k_tile = _load_rows(k, batch, kv_head, row, end, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, MASKED)
@@ -305,9 +294,8 @@ def _dq_step(
     scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
     p = tl.exp2(scores * scale_log2 - lse_rows[:, None])
     if MASKED:
-        rows = row + tl.arange(0, BLOCK_K)
-        key = _positions(k_table, k_start, k_step, rows, end, K_ARITHMETIC)
-        seen = _visible(query[:, None], key[None, :], left, right, HAS_LEFT, HAS_RIGHT) & (rows < end)[None, :]
+        key = row + tl.arange(0, BLOCK_K)[None, :]
+        seen = _within(key, first[:, None], tl.maximum(tl.minimum(last, end), first)[:, None])
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)  # [Q, DV] @ [DV, K] -> [Q, K]
     ds = p * (dp - delta_rows[:, None])
@@ -316,13 +304,12 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _dq_kernel(
-    q, k, v, dout, lse, delta, dq, ranges, q_table, k_table,
+    q, k, v, dout, lse, delta, dq, ranges, seen_rows,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
-    n_q, low, high, q_start, q_step, k_start, k_step, left, right, scale, scale_log2, heads_per_kv,
+    n_q, n_k, low, high, scale, scale_log2, heads_per_kv,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, Q_BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head, from the key rows `low` to `high`."""
@@ -337,7 +324,6 @@ def _dq_kernel(
     row_q = block * BLOCK_Q
     rows_q = row_q + tl.arange(0, BLOCK_Q)
     in_rows = rows_q < n_q
-    query = _positions(q_table, q_start, q_step, rows_q, n_q, Q_ARITHMETIC)
     q_tile = _load_rows(
         q, batch, head, row_q, n_q, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, Q_BY_TMA, True
     )
@@ -352,18 +338,18 @@ def _dq_kernel(
     tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_K)
     for i in tl.range(0, tiles_full, disable_licm=True):
         acc = _dq_step(
-            q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, query, batch, kv_head, full_begin + i * BLOCK_K, end,
-            k_table, k_start, k_step, left, right, scale_log2,
+            q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, None, None, batch, kv_head,
+            full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, K_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False,
         )  # fmt: skip
+    first, last = _load_seen(seen_rows, rows_q, n_q, n_q, n_k)
     for i in tl.range(0, tiles_left + tiles_right, disable_licm=True):
         row, stop = _masked_tile(i, tiles_left, begin, full_begin, tiles_full, end, BLOCK_K)
         acc = _dq_step(
-            q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, query, batch, kv_head, row, stop,
-            k_table, k_start, k_step, left, right, scale_log2,
+            q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, K_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True,
         )  # fmt: skip
 
     dq_rows = _rows_pointers(dq, batch, head, row_q, stride_gb, stride_gs, stride_gh, BLOCK_Q, BLOCK_D)
@@ -372,12 +358,10 @@ def _dq_kernel(
 
 @triton.jit
 def _dkv_step(
-    k_tile, v_tile, q, dout, lse, delta, dk, dv, key, batch, head, row, end, head_rows,
-    q_table, q_start, q_step, left, right, scale_log2,
+    k_tile, v_tile, q, dout, lse, delta, dk, dv, key, seen_rows, batch, head, row, end, head_rows, n_q, n_k, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    Q_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV from one tile of queries; scores transposed, so that P and dS are left operands of their products."""
     rows = row + tl.arange(0, BLOCK_Q)
@@ -392,8 +376,8 @@ def _dkv_step(
         lse_rows = tl.load(lse + head_rows + rows) * LOG2E
     p = tl.exp2(scores * scale_log2 - lse_rows[None, :])
     if MASKED:
-        query = _positions(q_table, q_start, q_step, rows, end, Q_ARITHMETIC)
-        p = tl.where(_visible(query[None, :], key[:, None], left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
+        first, last = _load_seen(seen_rows, rows, end, n_q, n_k)
+        p = tl.where(_within(key[:, None], first[None, :], last[None, :]), p, 0.0)
     dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)  # [K, Q] @ [Q, DV] -> [K, DV]
     dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)  # [K, DV] @ [DV, Q] -> [K, Q]
     if MASKED:
@@ -407,14 +391,12 @@ def _dkv_step(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _dkv_kernel(
-    q, k, v, dout, lse, delta, dk, dv, ranges, q_table, k_table,
+    q, k, v, dout, lse, delta, dk, dv, ranges, seen_rows,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_wb, stride_ws, stride_wh,
-    n_q, n_k, low, high, q_start, q_step, k_start, k_step, left, right, scale, scale_log2,
-    heads_per_kv, first_head, n_heads,
+    n_q, n_k, low, high, scale, scale_log2, heads_per_kv, first_head, n_heads,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    Q_ARITHMETIC: tl.constexpr, K_ARITHMETIC: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key/value head, from `n_heads` of the query heads that it
@@ -428,7 +410,6 @@ def _dkv_kernel(
             return
     row_k = block * BLOCK_K
     rows_k = row_k + tl.arange(0, BLOCK_K)
-    key = _positions(k_table, k_start, k_step, rows_k, n_k, K_ARITHMETIC)
     k_tile = _load_rows(
         k, batch, kv_head, row_k, n_k, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, False, True
     )
@@ -444,11 +425,10 @@ def _dkv_kernel(
     for i in tl.range(0, n_heads * tiles_full, disable_licm=True):
         head = kv_head * heads_per_kv + first_head + i // tiles_full
         acc_dk, acc_dv = _dkv_step(
-            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
-            full_begin + i % tiles_full * BLOCK_Q, end, (first_row + head) * n_q,
-            q_table, q_start, q_step, left, right, scale_log2,
+            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
+            full_begin + i % tiles_full * BLOCK_Q, end, (first_row + head) * n_q, n_q, n_k, scale_log2,
             stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=False,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False,
         )  # fmt: skip
     begin, full_begin, full_end, end = _load_range(
         ranges, block, low, high
@@ -459,10 +439,10 @@ def _dkv_kernel(
         head = kv_head * heads_per_kv + first_head + i // tiles_masked
         row, stop = _masked_tile(i % tiles_masked, tiles_left, begin, full_begin, tiles_full, end, BLOCK_Q)
         acc_dk, acc_dv = _dkv_step(
-            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, key, batch, head,
-            row, stop, (first_row + head) * n_q, q_table, q_start, q_step, left, right, scale_log2,
+            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
+            row, stop, (first_row + head) * n_q, n_q, n_k, scale_log2,
             stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, Q_ARITHMETIC, HAS_LEFT, HAS_RIGHT, PRECISION, TMA, MASKED=True,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True,
         )  # fmt: skip
 
     in_rows = (rows_k < n_k)[:, None]
@@ -547,22 +527,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     q, k, v = map(_aligned, (q, k, v))
     tile = _tiles(q, v).forward
     shape = _shape(q, k, v, tile)
-    ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
     _forward_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
         q=q,
         k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
         v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
         out=into.out,
         lse=into.lse,
-        ranges=ranges,
+        ranges=_ranges(visit, "queries", tile.block_q, q.device),
+        seen_rows=_seen_rows(visit, q.device),
         n_q=q.shape[1],
         n_k=k.shape[1],
         scale_log2=scale * LOG2E.value,
         MERGE=not first,
         **_strides(q=q, k=k, v=v, o=into.out),
         **shape,
-        **positions,
-        **mask,
     )
 
 
@@ -624,12 +602,12 @@ def backward(
         return
     q, k, v, dout = map(_aligned, (q, k, v, dout))
     tiles = _tiles(q, v)
-    numbers = {"lse": lse, "delta": delta, "n_q": q.shape[1], "scale": scale, "scale_log2": scale * LOG2E.value}
+    rows = {"lse": lse, "delta": delta, "seen_rows": _seen_rows(visit, q.device), "n_q": q.shape[1], "n_k": k.shape[1]}
+    scales = {"scale": scale, "scale_log2": scale * LOG2E.value}
     strides = _strides(q=q, k=k, v=v, o=dout)
 
     tile = tiles.dq
     shape = _shape(q, k, v, tile)
-    ranges, positions, mask = _visit_arguments(visit, "queries", tile.block_q, q.device)
     launches = _launches(k.shape[1], heads=1)
     with _sums_of(launches, dq) as (total,):
         for _, _, low, high in launches:
@@ -638,23 +616,21 @@ def backward(
                 k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
                 v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
                 dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile) if tile.q_in_registers else dout,
-                **numbers,
+                **rows,
+                **scales,
                 dq=total,
                 low=low,
                 high=high,
-                ranges=ranges,
+                ranges=_ranges(visit, "queries", tile.block_q, q.device),
                 Q_BY_TMA=tile.q_in_registers,
                 ADD=not first or low > 0,
                 **strides,
                 **_strides(g=total),
                 **shape,
-                **positions,
-                **mask,
             )
     dk, dv = take_dkv()
     tile = tiles.dkv
     shape = _shape(q, k, v, tile)
-    ranges, positions, mask = _visit_arguments(visit, "keys", tile.block_k, q.device)
     launches = _launches(q.shape[1], heads=q.shape[2] // k.shape[2])
     with _sums_of(launches, dk, dv) as (total_dk, total_dv):
         for first_head, n_heads, low, high in launches:
@@ -663,21 +639,19 @@ def backward(
                 k=k,
                 v=v,
                 dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile),
-                **numbers,
+                **rows,
+                **scales,
                 dk=total_dk,
                 dv=total_dv,
-                n_k=k.shape[1],
                 low=low,
                 high=high,
                 first_head=first_head,
                 n_heads=n_heads,
-                ranges=ranges,
+                ranges=_ranges(visit, "keys", tile.block_k, q.device),
                 ADD=not first or first_head > 0 or low > 0,
                 **strides,
                 **_strides(g=total_dk, w=total_dv),
                 **shape,
-                **positions,
-                **mask,
             )
 
 
@@ -759,33 +733,19 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
     }
 
 
-def _visit_arguments(
-    visit: Visit, blocks: Literal["queries", "keys"], block: int, device: torch.device
-) -> tuple[Tensor, dict[str, object], dict[str, object]]:
-    """The ranges that blocks of queries (or of keys) see, the positions of both sides, and the mask."""
-    ranges = _ranges(visit, blocks, block, device)
-    q_table, q_start, q_step = _position_arguments(visit.queries, device)
-    k_table, k_start, k_step = _position_arguments(visit.keys, device)
-    positions = {
-        "q_table": q_table, "q_start": q_start, "q_step": q_step, "Q_ARITHMETIC": q_table is None,
-        "k_table": k_table, "k_start": k_start, "k_step": k_step, "K_ARITHMETIC": k_table is None,
-    }  # fmt: skip
-    left, right = visit.mask.left, visit.mask.right
-    mask = {"left": left or 0, "right": right or 0, "HAS_LEFT": left is not None, "HAS_RIGHT": right is not None}
-    return ranges, positions, mask
-
-
-@lru_cache(maxsize=256)
-def _position_arguments(runs: Runs, device: torch.device) -> tuple[Tensor | None, int, int]:
-    """`(table, start, step)`; no table where the positions are one run."""
-    if len(runs) == 1:
-        return None, runs[0].start, runs[0].step
-    return _to_device(runs_to_positions(runs).to(torch.int32), device), 0, 0
-
-
 @lru_cache(maxsize=256)
 def _ranges(visit: Visit, blocks: Literal["queries", "keys"], block: int, device: torch.device) -> Tensor:
     return _to_device(visit.key_ranges(block) if blocks == "queries" else visit.query_ranges(block), device)
+
+
+def _seen_rows(visit: Visit, device: torch.device) -> Tensor | None:
+    """The range of key rows that each query row sees; under the full mask none is needed."""
+    return None if visit.mask == Mask() else _row_table(visit, device)
+
+
+@keep_by_bytes(TABLE_BYTES)
+def _row_table(visit: Visit, device: torch.device) -> Tensor:
+    return _to_device(visit.seen_rows(), device)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -9,17 +9,23 @@ the rows of a shard that a block of queries sees lie in one range, and so do the
     row      0 ... begin ... full_begin ... full_end ... end ... n
     seen     none        some            all          some    none
 
-The queries that see a block of keys are one range too, by the transposed mask.
+The queries that see a block of keys are one range too, by the transposed mask. Of one query row it is the whole mask:
+`first <= key row < last` (`Visit.seen_rows`), so whoever masks a tile needs neither positions nor the mask.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from .layout import Run, Runs, count_below, count_rows, layout_runs, runs_to_positions
 from .mask import Mask
+
+TABLE_BYTES = 2**27  # of row tables kept at most, on the host and on a device each
 
 
 def source_rank(rank: int, step: int, world_size: int) -> int:
@@ -42,6 +48,10 @@ class Visit:
     def query_ranges(self, block: int) -> Tensor:
         """Which query rows see each block of `block` key rows: see `block_ranges`."""
         return block_ranges(self.keys, self.queries, self.mask.transposed, block)
+
+    def seen_rows(self) -> Tensor:
+        """Which key rows each query row sees: see `row_ranges`."""
+        return row_ranges(self.queries, self.keys, self.mask)
 
     @property
     def is_empty(self) -> bool:
@@ -105,24 +115,64 @@ def block_ranges(rows: Runs, others: Runs, mask: Mask, block: int) -> Tensor:
     int32 `(blocks, 4)` on the CPU; `begin <= full_begin <= full_end <= end`. See Note [One contiguous range].
     Example: 4 causal queries on 4 keys in blocks of 2 -> `[[0, 0, 1, 2], [0, 0, 3, 4]]`.
     """
-    n_rows, n_others = count_rows(rows), count_rows(others)
+    n_rows = count_rows(rows)
     lowest_row = torch.arange(0, n_rows, block)
-    lowest = _positions_at(rows, lowest_row)
-    highest = _positions_at(rows, (lowest_row + block).clamp(max=n_rows) - 1)
-
-    def first_row(position: Tensor) -> Tensor:
-        first = mask.first(position)
-        return torch.zeros_like(position) if first is None else count_below(others, first)
-
-    def last_row(position: Tensor) -> Tensor:
-        last = mask.last(position)
-        return torch.full_like(position, n_others) if last is None else count_below(others, last)
-
-    begin = first_row(lowest)
-    end = torch.maximum(last_row(highest), begin)
-    full_begin = torch.minimum(first_row(highest), end)
-    full_end = torch.maximum(last_row(lowest), full_begin)
+    begin, lowest_end = _interval(_positions_at(rows, lowest_row), others, mask)
+    highest_begin, end = _interval(_positions_at(rows, (lowest_row + block).clamp(max=n_rows) - 1), others, mask)
+    end = torch.maximum(end, begin)
+    full_begin = torch.minimum(highest_begin, end)
+    full_end = torch.maximum(lowest_end, full_begin)
     return torch.stack([begin, full_begin, full_end, end], dim=1).to(torch.int32)
+
+
+def keep_by_bytes(limit: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """As `lru_cache`, for tensors that may be large: keeps `limit` bytes of results, and always the latest.
+
+    A small one counts as 64 KiB, so that few are kept of those too.
+    """
+
+    def decorate(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        kept: OrderedDict[Hashable, Tensor] = OrderedDict()
+        lock = Lock()
+        total = 0
+
+        def cost(x: Tensor) -> int:
+            return max(x.nbytes, 2**16)
+
+        @wraps(make)
+        def cached(*key: Hashable) -> Tensor:
+            nonlocal total
+            with lock:
+                if key not in kept:
+                    kept[key] = make(*key)
+                    total += cost(kept[key])
+                kept.move_to_end(key)
+                while total > limit and len(kept) > 1:
+                    total -= cost(kept.popitem(last=False)[1])
+                return kept[key]
+
+        return cached
+
+    return decorate
+
+
+@keep_by_bytes(TABLE_BYTES)
+def row_ranges(rows: Runs, others: Runs, mask: Mask) -> Tensor:
+    """For each row, the range of the `others` that it sees: int32 `(2, rows)` on the CPU, contiguous.
+
+    `[0]` is the first row seen, `[1]` one past the last; they are equal where nothing is seen, and neither ever
+    decreases. Example: 3 causal queries on 3 keys -> `[[0, 0, 0], [1, 2, 3]]`.
+    """
+    first, last = _interval(runs_to_positions(rows), others, mask)
+    return torch.stack([first, torch.maximum(last, first)]).to(torch.int32)
+
+
+def _interval(position: Tensor, others: Runs, mask: Mask) -> tuple[Tensor, Tensor]:
+    """First row of `others` that is seen from each position, and one past the last (before the first: none is)."""
+    first, last = mask.first(position), mask.last(position)
+    begin = torch.zeros_like(position) if first is None else count_below(others, first)
+    end = torch.full_like(position, count_rows(others)) if last is None else count_below(others, last)
+    return begin, end
 
 
 def _positions_at(runs: Runs, rows: Tensor) -> Tensor:
@@ -137,12 +187,5 @@ def _positions_at(runs: Runs, rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _sees_any(queries: Runs, keys: Runs, mask: Mask) -> bool:
-    if not queries or not keys:
-        return False
-    if mask.left is None and mask.right is None:
-        return True
-    position = runs_to_positions(queries)
-    first, last = mask.first(position), mask.last(position)
-    begin = 0 if first is None else count_below(keys, first)
-    end = count_rows(keys) if last is None else count_below(keys, last)
-    return bool((torch.as_tensor(end) > torch.as_tensor(begin)).any())
+    first, last = _interval(runs_to_positions(queries), keys, mask)
+    return bool((last > first).any())

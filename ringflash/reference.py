@@ -12,7 +12,6 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from .layout import runs_to_positions
 from .mask import Mask
 from .merge import NEG_INF, Partial, merge
 from .plan import Visit
@@ -63,7 +62,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
 
     Args:
         q, k, v: this rank's queries and the source's keys and values.
-        visit: positions and mask.
+        visit: who sees whom.
         into: running `(out, lse)`; overwritten when `first`, merged into otherwise.
     """
     for block, (begin, full_begin, full_end, end) in enumerate(visit.key_ranges(BLOCK).tolist()):
@@ -151,6 +150,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _visible(visit: Visit, rows: slice, keys: slice, device: torch.device) -> Tensor:
-    query = runs_to_positions(visit.queries, device)[rows]
-    key = runs_to_positions(visit.keys, device)[keys]
-    return visit.mask.visible(rearrange(query, "q -> q 1"), rearrange(key, "k -> 1 k"))
+    """Boolean `(rows, keys)`: does the query see the key?"""
+    first, last = rearrange(visit.seen_rows()[:, rows].to(device, non_blocking=True), "ends q -> ends q 1")
+    key = torch.arange(keys.start, keys.stop, device=device)
+    return (key >= first) & (key < last)

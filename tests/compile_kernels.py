@@ -23,7 +23,7 @@ KERNELS = {
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
 WIDE_ARGUMENTS = ("scale", "scale_log2")
 FP32_POINTERS = ("lse", "delta")
-INT_POINTERS = ("ranges", "q_table", "k_table")
+INT_POINTERS = ("ranges", "seen_rows")
 
 
 @dataclass
@@ -51,21 +51,20 @@ def compile_kernel(
     *,
     capability: int = 90,
     accumulate: bool = False,
-    causal: bool = True,
-    tables: bool = False,
+    full: bool = False,
 ) -> Compiled:
-    """Compile `kernel` ("forward", "dq", "dkv") with `tile`, as a launcher of `local_kernel.py` would ask for it."""
+    """Compile `kernel` ("forward", "dq", "dkv") with `tile`, as a launcher of `local_kernel.py` would ask for it: in a
+    visit after the first when `accumulate`, under the full mask when `full`."""
     v_dim = dim if v_dim is None else v_dim
     block_d, block_dv = local_kernel._padded(dim), local_kernel._padded(v_dim)
     function = KERNELS[kernel]
     constants = {
         "D": dim, "DV": v_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv, "Q_ARITHMETIC": not tables, "K_ARITHMETIC": not tables, "HAS_LEFT": False,
-        "HAS_RIGHT": causal, "MERGE": accumulate, "ADD": accumulate, "TMA": tile.tma, "Q_BY_TMA": tile.q_in_registers,
-        "PRECISION": local_kernel._precision(dtype),
+        "BLOCK_DV": block_dv, "MERGE": accumulate, "ADD": accumulate, "TMA": tile.tma,
+        "Q_BY_TMA": tile.q_in_registers, "PRECISION": local_kernel._precision(dtype),
     }  # fmt: skip
-    if not tables:
-        constants |= {"q_table": None, "k_table": None}
+    if full:
+        constants["seen_rows"] = None
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     name = DTYPE_NAMES[dtype]
     signature = {}

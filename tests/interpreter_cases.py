@@ -6,6 +6,7 @@ ranges, positions and sums; tiles here are those of small GPUs.
 
 import math
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -71,6 +72,32 @@ def test_a_hopper_gpus_tiles_come_by_descriptor(monkeypatch, layout, mask, dim, 
     inputs = random_inputs(2, 203, 2, dim, kv_heads=1, v_head_dim=v_dim, dtype=torch.float16)
     results = emulate_ring(BACKEND, inputs, MASKS[mask], layout, 2)
     check(results, dense(inputs, MASKS[mask]), TOLERANCE[torch.float16])
+
+
+@dataclass(frozen=True)
+class Chunks(Mask):
+    """Attention within chunks of `size` tokens: an interval whose ends move by steps."""
+
+    size: int = 1
+
+    @property
+    def transposed(self):
+        return self
+
+    def first(self, position):
+        return position // self.size * self.size
+
+    def last(self, position):
+        return self.first(position) + self.size
+
+    def visible(self, query, key):
+        return query // self.size == key // self.size
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_kernels_take_any_mask_of_one_interval_per_query(layout):
+    inputs = random_inputs(1, 203, 2, 16, kv_heads=1)
+    check(emulate_ring(BACKEND, inputs, Chunks(size=37), layout, 2), dense(inputs, Chunks(size=37)), 2e-6)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

@@ -35,7 +35,7 @@ TUNED: list[Variant] = [
     (kernel, torch.bfloat16, dim, 90, options)
     for kernel in KERNELS
     for dim in (64, 128)
-    for options in ((), (("accumulate", True), ("tables", True)))
+    for options in ((), (("accumulate", True),), (("full", True),))
 ]
 OTHERS: list[Variant] = [
     *((kernel, torch.float16, 256, 80, ()) for kernel in KERNELS),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringflash.layout import LAYOUTS, Runs, layout_runs, runs_to_positions
 from ringflash.mask import Mask, area
-from ringflash.plan import Visit, block_ranges, plan_one, plan_ring, source_rank
+from ringflash.plan import Visit, block_ranges, keep_by_bytes, plan_one, plan_ring, row_ranges, source_rank
 
 layouts = st.sampled_from(sorted(LAYOUTS))
 worlds = st.integers(1, 5)
@@ -35,6 +35,16 @@ def check_ranges(ranges: Tensor, seen: Tensor, block: int) -> None:
         assert everywhere == list(range(full_begin, full_end))
 
 
+def check_rows(rows: Tensor, seen: Tensor) -> None:
+    """The keys between the two ends are those that are seen, and neither end ever goes back."""
+    assert rows.shape == (2, seen.shape[0]) and rows.dtype == torch.int32 and rows.is_contiguous()
+    first, last = rows[:, :, None]
+    assert (first >= 0).all() and (first <= last).all() and (last <= seen.shape[1]).all()
+    key = torch.arange(seen.shape[1])
+    assert torch.equal((key >= first) & (key < last), seen)
+    assert (rows.diff(dim=1) >= 0).all()
+
+
 @given(layouts, lengths, worlds, masks, blocks, st.data())
 def test_ranges_hold_what_each_block_sees(layout, seq_len, world_size, mask, block, data):
     rank, source = (data.draw(st.integers(0, world_size - 1)) for _ in range(2))
@@ -42,6 +52,7 @@ def test_ranges_hold_what_each_block_sees(layout, seq_len, world_size, mask, blo
     visit, seen = Visit(queries, keys, mask), pairs_seen(queries, keys, mask)
     check_ranges(visit.key_ranges(block), seen, block)
     check_ranges(visit.query_ranges(block), seen.T, block)
+    check_rows(visit.seen_rows(), seen)
     assert visit.is_empty == (not seen.any())
 
 
@@ -55,6 +66,7 @@ def test_ranges_of_unequal_lengths_align_at_the_end(query_len, key_len, mask, bl
     seen &= distance <= mask.right if mask.right is not None else seen
     check_ranges(visit.key_ranges(block), seen, block)
     check_ranges(visit.query_ranges(block), seen.T, block)
+    check_rows(visit.seen_rows(), seen)
 
 
 @given(layouts, lengths, worlds, masks)
@@ -84,6 +96,32 @@ def test_shards_stop_moving_when_nobody_sees_them():
     assert plan_ring(Mask(right=0), "contiguous", 64, 0, 8).visits[1:] == (None,) * 7
 
 
-def test_worked_example_of_the_docstring():
+def test_worked_examples_of_the_docstrings():
     queries = layout_runs("contiguous", 4, 1, 0)
     assert block_ranges(queries, queries, Mask(right=0), 2).tolist() == [[0, 0, 1, 2], [0, 0, 3, 4]]
+    queries = layout_runs("contiguous", 3, 1, 0)
+    assert row_ranges(queries, queries, Mask(right=0)).tolist() == [[0, 0, 0], [1, 2, 3]]
+
+
+def test_tables_are_kept_up_to_a_number_of_bytes_the_latest_used_longest():
+    made = []
+
+    @keep_by_bytes(2**20)
+    def table(name: str, size: int) -> Tensor:
+        made.append(name)
+        return torch.empty(size, dtype=torch.uint8)
+
+    assert table("a", 2**19) is table("a", 2**19)
+    table("b", 2**19)
+    table("a", 2**19)
+    table("c", 2**19)  # b goes: a was used after it
+    table("a", 2**19)
+    assert made == ["a", "b", "c"]
+    assert table("d", 2**21) is table("d", 2**21)  # larger than all that is kept, and kept all the same
+    table("a", 2**19)
+    assert made == ["a", "b", "c", "d", "a"]
+    for index in range(17):  # small ones count as 64 KiB
+        table(f"small {index}", 1)
+    table("small 1", 1)
+    table("small 0", 1)
+    assert made[5:] == [*(f"small {index}" for index in range(17)), "small 0"]
