@@ -103,6 +103,12 @@ def test_worked_examples_of_the_docstrings():
     assert row_ranges(queries, queries, Mask(right=0)).tolist() == [[0, 0, 0], [1, 2, 3]]
 
 
+def test_a_mask_whose_ends_cross_sees_nothing():
+    (visit,) = plan_one(Mask(left=-3, right=1), 8, 8).visits
+    assert visit is not None and visit.is_empty
+    check_rows(visit.seen_rows(), torch.zeros(8, 8, dtype=torch.bool))
+
+
 def test_tables_are_kept_up_to_a_number_of_bytes_the_latest_used_longest():
     made = []
 
