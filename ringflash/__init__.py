@@ -1,8 +1,17 @@
 """ringflash: exact attention over a sequence sharded across GPUs. See README.md."""
 
-from .attention import flash_attention, ring_attention
+from .attention import flash_attention, release_buffers, ring_attention, transport_of
 from .merge import merge
 from .sharding import positions, shard, unshard
 
-__all__ = ["flash_attention", "merge", "positions", "ring_attention", "shard", "unshard"]
+__all__ = [
+    "flash_attention",
+    "merge",
+    "positions",
+    "release_buffers",
+    "ring_attention",
+    "shard",
+    "transport_of",
+    "unshard",
+]
 __version__ = "0.1.0"

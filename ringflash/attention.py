@@ -155,8 +155,10 @@ def ring_attention(
         layout: which positions a rank holds. "zigzag" (one piece from each end) balances causal attention; also
             "contiguous" and "striped".
         seq_len: tokens in the global sequence. Default `s * world_size`; say it when the length does not divide evenly.
-        transport: how shards move: "gloo" (CPU tensors; CUDA tensors through pinned host memory), "nccl", or "auto":
-            NCCL where the group has it for this device, else gloo. "nvlink" is not built yet.
+        transport: how shards move: "gloo" (CPU tensors; CUDA tensors through pinned host memory), "nccl", "nvlink"
+            (GPUs of one host that reach each other's memory, in a group of either backend; the copy engine moves
+            shards, and no multiprocessor), or "auto": nvlink where every rank has a GPU of its own for it, else NCCL
+            where the group has it for this device, else gloo. `transport_of` says which that is.
         Everything else as in `flash_attention`.
 
     Returns:
@@ -166,7 +168,12 @@ def ring_attention(
         ValueError, NotImplementedError: on every rank, before any K/V moves: a rank's own bad arguments (the others
             are told which rank refused and why), rows that don't fit the layout, or ranks that disagree with each
             other in shapes, dtypes or options (names which rank passed what).
-        RuntimeError: a peer did not answer within the group's timeout.
+        RuntimeError: a peer did not answer within the group's timeout. With "nvlink" the wait is on the device: a
+            line on stdout names rank, peer and channel (`2 * step` or one more for dK and dV), the CUDA context is
+            lost, and the next call that waits for the device raises.
+
+    "nvlink" keeps two buffers in a group and device, which grow to the largest call: k and v of a rank once, in their
+    dtype, and dk and dv of a rank twice, in fp32. `release_buffers` gives them back.
 
     Source: Ring Attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889; striped: Brandon et al. (2023),
     https://arxiv.org/abs/2311.09431.
@@ -179,7 +186,7 @@ def ring_attention(
         left, right = _check_options(causal, window, cu_seqlens, softcap, sinks, dropout_p)
         scale = _check_scale(scale, q)
         backend = ops.pick_backend(backend, q.device, q.dtype)
-        transport = ops.pick_transport(transport, ranks, q.device)
+        ops.check_transport(transport, ranks, q.device)
         seq_len = q.shape[1] * dist.get_world_size(ranks) if seq_len is None else seq_len
         check_rows("q", q.shape[1], seq_len, ranks, layout)
         check_rows("k and v", k.shape[1], seq_len, ranks, layout)
@@ -189,6 +196,49 @@ def ring_attention(
         raise
     out, lse = ops.attention(q, k, v, scale, left, right, backend, ranks.group_name, layout, seq_len, transport)
     return (out, lse) if return_lse else out
+
+
+def transport_of(group: Group, device: torch.device | str | None = None) -> str:
+    """What `transport="auto"` stands for in `ring_attention` with tensors on `device`. The same on every rank.
+
+    Every rank of the group calls it, or none: in a group that has not attended on that device yet the ranks ask each
+    other where they are. The logger "ringflash" tells too, with the reason where it is not NVLink.
+
+    Args:
+        group: ProcessGroup or 1-D DeviceMesh.
+        device: of the tensors. Default: this process's current GPU, or the CPU where PyTorch sees none.
+
+    Returns:
+        "nvlink", "nccl" or "gloo".
+
+    Raises:
+        ValueError: not a group, or the group moves no tensors of that device.
+
+    Example: `transport_of(dist.group.WORLD)` -> `"nvlink"` on two GPUs of one host, `"gloo"` on CPUs.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    return ops.pick_transport("auto", process_group(group), torch.device(device))
+
+
+def release_buffers(group: Group) -> int:
+    """Give back the device memory that `transport="nvlink"` keeps for a group; the next call makes it anew.
+
+    Every rank of the group calls it, or none, with no pass under way. CUDA graphs that hold a pass must not be
+    replayed afterwards. Waits for the devices.
+
+    Args:
+        group: ProcessGroup or 1-D DeviceMesh.
+
+    Returns:
+        How many bytes this rank gave back; 0 where the group keeps none.
+
+    Raises:
+        ValueError: not a group.
+
+    Example: `release_buffers(dist.group.WORLD)` -> 144703488 after 8192 rows of 8 heads of 128 in bf16 were trained.
+    """
+    return ops.release_buffers(process_group(group))
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -80,6 +80,17 @@ def count_rows(runs: Runs) -> int:
     return sum(run.length for run in runs)
 
 
+def cut_runs(runs: Runs, begin: int, end: int) -> Runs:
+    """The runs of the rows `[begin, end)`: `cut_runs(((0, 1, 4), (12, 1, 4)), 3, 6) -> ((3, 1, 1), (12, 1, 2))`."""
+    cut, first_row = [], 0
+    for run in runs:
+        low, high = max(begin - first_row, 0), min(end - first_row, run.length)
+        if low < high:
+            cut.append(Run(run.start + run.step * low, run.step, high - low))
+        first_row += run.length
+    return tuple(cut)
+
+
 def runs_to_positions(runs: Runs, device: torch.device | str | None = None) -> Tensor:
     """Global positions in row order: int64 `(rows,)`, strictly ascending."""
     parts = [torch.arange(r.start, r.start + r.step * r.length, r.step, device=device) for r in runs]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # c10d's registry: it has no public name
 
-from . import comm, reference, ring
+from . import comm, nvlink, reference, ring
 from .mask import Mask
 from .merge import Partial
 from .plan import Plan, plan_one, plan_ring
@@ -62,7 +62,8 @@ def _backend(name: str) -> ring.Backend:
     return ring.Backend(local_kernel.forward, local_kernel.compute_delta, local_kernel.backward)
 
 
-pick_transport = comm.pick_transport
+check_transport, pick_transport = comm.check_transport, comm.pick_transport
+release_buffers = nvlink.release_buffers
 
 
 def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> None:
@@ -79,7 +80,9 @@ def _prepare(
         return plan_one(mask, q.shape[1], k.shape[1]), None
     process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
     plan = plan_ring(mask, layout, seq_len, dist.get_rank(process_group), dist.get_world_size(process_group))
-    return plan, comm.make_transport(transport, process_group) if plan.hops else None
+    if plan.hops == 0:
+        return plan, None
+    return plan, comm.make_transport(pick_transport(transport, process_group, q.device), process_group, q.device)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from .layout import Run, Runs, count_below, count_rows, layout_runs, runs_to_positions
+from .layout import Run, Runs, count_below, count_rows, cut_runs, layout_runs, runs_to_positions
 from .mask import Mask
 
 TABLE_BYTES = 2**27  # of row tables kept at most, on the host and on a device each
@@ -54,6 +54,12 @@ class Visit:
         return row_ranges(self.queries, self.keys, self.mask)
 
     @property
+    def seen_keys(self) -> tuple[int, int]:
+        """The key rows `[begin, end)` from the first to the last that any query sees."""
+        begin, _, _, end = self.key_ranges(count_rows(self.queries))[0].tolist()
+        return begin, end
+
+    @property
     def is_empty(self) -> bool:
         """Does no query here see any key?"""
         return not _sees_any(self.queries, self.keys, self.mask)
@@ -64,13 +70,15 @@ class Plan:
     """What `rank` does in one pass around the ring.
 
     `rows[r]` is the number of rows that rank `r` holds. `visits[step]` is the visit at that step, `None` where nothing
-    of that source is visible here; step 0 is the rank's own shard and always a visit. There are `hops + 1` steps:
-    shards stop moving when no rank has anything left to see.
+    of that source is visible here; step 0 is the rank's own shard, whole, and always a visit. Other visits are about
+    the rows `needed[step]` of their source alone, from the first to the last that is visible here. There are
+    `hops + 1` steps: shards stop moving when no rank has anything left to see.
     """
 
     rank: int
     rows: tuple[int, ...]
     visits: tuple[Visit | None, ...]
+    needed: tuple[slice, ...]
 
     @property
     def world_size(self) -> int:
@@ -95,9 +103,14 @@ def plan_ring(mask: Mask, layout: str, seq_len: int, rank: int, world_size: int)
     hops = world_size - 1
     while hops > 0 and all(visit(r, hops).is_empty for r in range(world_size)):
         hops -= 1
-    mine = [visit(rank, step) for step in range(hops + 1)]
-    visits = tuple(v if step == 0 or not v.is_empty else None for step, v in enumerate(mine))
-    return Plan(rank, tuple(count_rows(runs) for runs in shards), visits)
+    visits: list[Visit | None] = [visit(rank, 0)]
+    needed = [slice(0, count_rows(shards[rank]))]
+    for step in range(1, hops + 1):
+        whole = visit(rank, step)
+        begin, end = (0, 0) if whole.is_empty else whole.seen_keys
+        visits.append(None if whole.is_empty else Visit(whole.queries, cut_runs(whole.keys, begin, end), mask))
+        needed.append(slice(begin, end))
+    return Plan(rank, tuple(count_rows(runs) for runs in shards), tuple(visits), tuple(needed))
 
 
 @lru_cache(maxsize=256)
@@ -105,7 +118,7 @@ def plan_one(mask: Mask, query_len: int, key_len: int) -> Plan:
     """A ring of one. With unequal lengths the last query is aligned with the last key (bottom-right, as flash-attn)."""
     queries = (Run(key_len - query_len, 1, query_len),) if query_len else ()
     keys = (Run(0, 1, key_len),) if key_len else ()
-    return Plan(0, (key_len,), (Visit(queries, keys, mask),))
+    return Plan(0, (key_len,), (Visit(queries, keys, mask),), (slice(0, key_len),))
 
 
 @lru_cache(maxsize=1024)

@@ -92,6 +92,4 @@ def ring_backward(
         backend.backward(
             q, k_here, v_here, dout, result.lse, delta, visit, scale, dq=dq, take_dkv=gradients.take, first=step == 0
         )
-    dk, dv = gradients.home()
-    shared = plan.hops > 0  # dk and dv then lie in one buffer, and results must not alias each other
-    return dq.to(q.dtype), dk.to(k.dtype, copy=shared), dv.to(v.dtype, copy=shared)
+    return dq.to(q.dtype), *gradients.home()

@@ -35,19 +35,21 @@ def emulate_ring(
     totals = [Partial(poisoned(d), poisoned(lse)) for d, lse in zip(douts, dlses, strict=True)]
     steps = range(plans[0].hops + 1)
     for step, rank in product(steps, range(world_size)):
-        source, visit = plans[rank].source(step), plans[rank].visits[step]
+        source, visit, rows = plans[rank].source(step), plans[rank].visits[step], plans[rank].needed[step]
         if visit is not None:
-            backend.forward(qs[rank], ks[source], vs[source], visit, scale, into=totals[rank], first=step == 0)
+            k_here, v_here = ks[source][:, rows], vs[source][:, rows]
+            backend.forward(qs[rank], k_here, v_here, visit, scale, into=totals[rank], first=step == 0)
 
     dqs, dks, dvs = ([poisoned(x) for x in shards] for shards in (qs, ks, vs))
     for step, rank in product(steps, range(world_size)):
-        source, visit = plans[rank].source(step), plans[rank].visits[step]
+        source, visit, rows = plans[rank].source(step), plans[rank].visits[step], plans[rank].needed[step]
         if visit is None:
             continue
+        k_here, v_here, dk_here, dv_here = (x[source][:, rows] for x in (ks, vs, dks, dvs))
         delta = backend.compute_delta(totals[rank].out, douts[rank], dlses[rank])
         backend.backward(
-            qs[rank], ks[source], vs[source], douts[rank], totals[rank].lse, delta, visit, scale, dq=dqs[rank],
-            take_dkv=lambda source=source: (dks[source], dvs[source]), first=step == 0,
+            qs[rank], k_here, v_here, douts[rank], totals[rank].lse, delta, visit, scale, dq=dqs[rank],
+            take_dkv=lambda dk=dk_here, dv=dv_here: (dk, dv), first=step == 0,
         )  # fmt: skip
 
     def whole(parts: list[Tensor], dim: int = 1) -> Tensor:

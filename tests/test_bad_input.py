@@ -91,7 +91,7 @@ RING_CASES = {
     "unknown layout": option(r"layout must be one of .*contiguous.*striped.*zigzag.*'spiral'", layout="spiral"),
     "unknown transport": option(r"transport must be one of .*gloo.*nccl.*'mpi'", transport="mpi"),
     "nccl on a CPU": option(r"transport='nccl' can't move cpu tensors", transport="nccl"),
-    "nvlink": option("nvlink", NotImplementedError, transport="nvlink"),
+    "nvlink on a CPU": option(r"transport='nvlink' can't move cpu tensors", transport="nvlink"),
     "negative seq_len": option(r"seq_len must be >= 0, got -1", seq_len=-1),
     "seq_len that is no integer": option(r"seq_len must be an integer, got 18.0", seq_len=18.0),
     "rows that don't fit seq_len": option(r"zigzag gives rank \d of \d \d+ rows of seq_len=4, got 6", seq_len=4),

@@ -15,19 +15,22 @@ import ringflash
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ringflash"
-PUBLIC = ["flash_attention", "ring_attention", "shard", "unshard", "positions", "merge"]
+PUBLIC = [
+    "flash_attention", "ring_attention", "shard", "unshard", "positions", "merge", "transport_of", "release_buffers"
+]  # fmt: skip
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 # Each module and the modules of the package that it may import. An arrow that is not here points upward or sideways.
 ARROWS = {
     "__init__": {"attention", "sharding", "merge"},
     "attention": {"ops", "sharding"},
-    "ops": {"ring", "local_kernel", "reference", "comm", "merge", "plan", "mask"},
+    "ops": {"ring", "local_kernel", "reference", "comm", "nvlink", "merge", "plan", "mask"},
     "sharding": {"comm", "layout"},
     "ring": {"comm", "merge", "plan"},
     "local_kernel": {"merge", "plan", "layout", "mask"},
     "reference": {"merge", "plan", "layout", "mask"},
-    "comm": {"plan"},
+    "comm": {"nvlink", "plan"},
+    "nvlink": set(),
     "plan": {"layout", "mask"},
     "merge": set(),
     "layout": set(),
@@ -165,6 +168,6 @@ def test_only_the_kernel_file_imports_triton():
     assert users == {"local_kernel"}
 
 
-@pytest.mark.parametrize("name", ["ring", "comm", "plan", "local_kernel", "reference", "ops"])
+@pytest.mark.parametrize("name", ["ring", "comm", "nvlink", "plan", "local_kernel", "reference", "ops"])
 def test_no_layout_is_known_by_name_below_the_layouts(name: str):
     assert text_constants(PACKAGE / f"{name}.py") & {"contiguous", "zigzag", "striped"} == set()

@@ -80,9 +80,15 @@ def test_the_visits_of_all_ranks_see_every_pair_once(layout, seq_len, world_size
         assert plan.world_size == world_size and len(plan.visits) == plan.hops + 1
         for step, visit in enumerate(plan.visits):
             assert plan.source(step) == source_rank(rank, step, world_size)
+            keys, rows = runs_to_positions(shards[plan.source(step)]), plan.needed[step]
             if visit is not None:
-                assert (visit.queries, visit.keys, visit.mask) == (shards[rank], shards[plan.source(step)], mask)
-                counted += int(pairs_seen(visit.queries, visit.keys, mask).sum())
+                assert (visit.queries, visit.mask) == (shards[rank], mask)
+                assert torch.equal(runs_to_positions(visit.keys), keys[rows])
+                seen = pairs_seen(visit.queries, visit.keys, mask)
+                assert step == 0 or (seen[:, 0].any() and seen[:, -1].any())  # no row more than needed moves
+                counted += int(seen.sum())
+            else:
+                assert rows == slice(0, 0)
         hops.add(plan.hops)
     assert counted == area(mask, seq_len, seq_len)
     assert len(hops) == 1  # every rank takes part in every exchange

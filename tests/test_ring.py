@@ -320,7 +320,7 @@ def attend_with_nccls_messages(whole: Inputs, layout: str) -> bool:
     by_gloo = attend_here(local_part(whole, held), **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "GlooTransport", None)
-        patch.setattr(comm, "make_transport", lambda name, group: comm.NcclTransport(group))
+        patch.setattr(comm, "make_transport", lambda name, group, device: comm.NcclTransport(group, device))
         by_nccl = attend_here(local_part(whole, held), **options)
     return all(map(torch.equal, by_gloo, by_nccl))
 

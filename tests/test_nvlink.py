@@ -1,0 +1,243 @@
+"""The nvlink transport without a GPU: who may use it, and its protocol over memory that CPU processes share.
+
+The double of symmetric memory below does at once, and waits for at once, what a GPU does in the order of a stream. So a
+ring that ends here has no wait that depends on later work, and a ring that is right under random delays waits for all
+that it needs of its peers.
+"""
+
+import random
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import Attention, gradients, small_blocks, world
+from torch import Tensor
+
+from ringflash import comm, nvlink, release_buffers, ring_attention, shard
+from ringflash.layout import count_rows, layout_runs
+from ringflash.mask import Mask
+from ringflash.nvlink import NvlinkTransport, Place, find_obstacle
+from ringflash.plan import plan_ring
+from ringflash.testing import random_inputs
+
+LAYOUTS = ["contiguous", "zigzag", "striped"]
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"causal": True, "window": (11, None)}}
+PAD_WORDS = 512
+
+
+class SharedMemory:
+    """What PyTorch's handle of symmetric memory offers, on files that all processes of the group map."""
+
+    made = 0
+    most_delay = 0.0  # seconds
+
+    def __init__(self, nbytes: int, group: dist.ProcessGroup):
+        self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        directory: list[Any] = [mkdtemp(dir="/dev/shm" if Path("/dev/shm").exists() else None) if not self.rank else ""]
+        dist.broadcast_object_list(directory, group_src=0, group=group)
+
+        def mapped(kind: str, rank: int, size: int, dtype: torch.dtype) -> Tensor:
+            return torch.from_file(f"{directory[0]}/{kind}-{rank}", shared=True, size=size, dtype=dtype)
+
+        self.memory = [mapped("memory", rank, nbytes, torch.uint8) for rank in range(world_size)]
+        self.pads = [mapped("pad", rank, PAD_WORDS, torch.int32) for rank in range(world_size)]
+        dist.barrier(group)
+        if not self.rank:
+            for path in Path(directory[0]).iterdir():
+                path.unlink()
+            Path(directory[0]).rmdir()
+
+    def get_buffer(self, rank: int, sizes: tuple[int], dtype: torch.dtype) -> Tensor:
+        assert sizes == tuple(self.memory[rank].shape) and dtype == torch.uint8
+        return self.memory[rank]
+
+    def get_signal_pad(self, rank: int) -> Tensor:
+        return self.pads[rank]
+
+    def _change(self, pad: Tensor, word: int, before: int, after: int, what: str, timeout_ms: int) -> None:
+        time.sleep(random.random() * self.most_delay)
+        deadline = time.monotonic() + timeout_ms / 1000
+        while pad[word] != before:
+            assert time.monotonic() < deadline, what
+            time.sleep(0)
+        pad[word] = after
+
+    def put_signal(self, rank: int, channel: int, timeout_ms: int) -> None:
+        what = f"rank {self.rank} can't signal rank {rank} on channel {channel}"
+        self._change(self.pads[rank], channel * len(self.pads) + self.rank, 0, 1, what, timeout_ms)
+
+    def wait_signal(self, rank: int, channel: int, timeout_ms: int) -> None:
+        what = f"rank {self.rank} waits for rank {rank} on channel {channel}"
+        self._change(self.pads[self.rank], channel * len(self.pads) + rank, 1, 0, what, timeout_ms)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        others = [rank for rank in range(len(self.pads)) if rank != self.rank]
+        for rank in others:
+            self.put_signal(rank, channel, timeout_ms)
+        for rank in others:
+            self.wait_signal(rank, channel, timeout_ms)
+
+
+class NoStream:
+    """A stream on which everything is done at once."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def wait_stream(self, _: "NoStream") -> None:
+        pass
+
+    def record_event(self) -> "NoStream":
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+@contextmanager
+def nvlink_on_cpus(most_delay: float = 0.0):
+    """`ring_attention` of CPU tensors goes by `NvlinkTransport`, over `SharedMemory`."""
+
+    def rendezvous(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, SharedMemory]:
+        handle = SharedMemory(nbytes, group)
+        return handle.memory[handle.rank], handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMemory, "most_delay", most_delay)
+        patch.setattr(nvlink, "_rendezvous", rendezvous)
+        patch.setattr(nvlink, "_GRANULARITY", 256)
+        patch.setattr(comm, "make_transport", lambda name, group, device: NvlinkTransport(group, device))
+        patch.setattr(torch.cuda, "Stream", NoStream)
+        patch.setattr(torch.cuda, "current_stream", NoStream)
+        patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "synchronize", lambda _: None)
+        yield
+
+
+def attend(seq_len: int, layout: str, batch: int = 2, seed: int = 0, **options: Any) -> Attention:
+    """This rank's share of a random problem, forward and backward."""
+    inputs = random_inputs(batch, seq_len, 4, 16, kv_heads=2, v_head_dim=24, seed=seed)
+    q, k, v, dout = (shard(x, group=world(), layout=layout) for x in inputs[:4])
+    dlse = shard(inputs.dlse, group=world(), layout=layout, dim=2)
+    leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    with small_blocks():
+        options |= {"layout": layout, "seq_len": seq_len, "return_lse": True}
+        out, lse = ring_attention(q, k, v, group=world(), **options)
+        grads = gradients((out, lse), leaves, inputs._replace(dout=dout, dlse=dlse))
+    return Attention(out.detach(), lse.detach(), *grads)
+
+
+def same_bits(seq_len: int, layout: str, **options: Any) -> bool:
+    """Does the nvlink transport give what gloo gives?"""
+    by_gloo = attend(seq_len, layout, **options)
+    with nvlink_on_cpus():
+        by_nvlink = attend(seq_len, layout, **options)
+    return all(map(torch.equal, by_gloo, by_nvlink))
+
+
+def all_same_bits(layout: str) -> list[bool]:
+    lengths = (37, 48, max(dist.get_world_size() - 1, 1))
+    results = [same_bits(seq_len, layout, **mask) for seq_len in lengths for mask in MASKS.values()]
+    with nvlink_on_cpus():
+        return [*results, release_buffers(world()) > 0, release_buffers(world()) == 0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_pulled_shards_give_the_bits_of_shards_that_are_passed_round(workers, world_size, layout):
+    """Even and odd lengths, ranks without rows; buffers that are kept, grow, and are given back."""
+    assert workers(world_size).run(all_same_bits, layout) == [[True] * 11] * world_size
+
+
+def differing_random_problems(iterations: int, seed: int) -> list[str]:
+    """Which problems come out otherwise under random delays. Also leaves no signal up."""
+    order, wrong = random.Random(seed), []
+    random.seed(dist.get_rank())  # each rank has its own delays
+    for iteration in range(iterations):
+        options = {
+            "seq_len": order.randint(1, 40), "layout": order.choice(LAYOUTS), "batch": order.randint(1, 2),
+            "seed": iteration, **MASKS[order.choice(list(MASKS))],
+        }  # fmt: skip
+        expected = attend(**options)
+        with nvlink_on_cpus(most_delay=0.002):
+            if not all(map(torch.equal, attend(**options), expected)):
+                wrong.append(str(options))
+    (link,) = nvlink._links[world()].values()
+    assert link.shards is not None and link.sums is not None
+    dist.barrier()
+    wrong += ["signal"] * sum(int(x.handle.get_signal_pad(dist.get_rank()).any()) for x in (link.shards, link.sums))
+    with nvlink_on_cpus():
+        release_buffers(world())
+    return wrong
+
+
+def test_delays_on_any_rank_change_no_bit(workers):
+    assert workers(3).run(differing_random_problems, 40, 0) == [[]] * 3
+
+
+def rows_copied(seq_len: int, layout: str, **mask: Any) -> int:
+    """Key rows that this rank pulls in one forward pass."""
+    copied, copy = [], comm._copy_contiguous
+    with nvlink_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "_copy_contiguous", lambda into, x: copied.append(x.shape[1]) or copy(into, x))
+        q, k, v, *_ = (shard(x, group=world(), layout=layout) for x in random_inputs(1, seq_len, 2, 16, kv_heads=1)[:3])
+        ring_attention(q, k, v, group=world(), layout=layout, seq_len=seq_len, **mask)
+        release_buffers(world())
+    return sum(copied) // 2
+
+
+def test_no_row_is_pulled_that_is_not_seen(workers):
+    # zigzag, causal: the later half of a shard is not seen by the ranks above
+    assert workers(4).run(rows_copied, 64, "zigzag", causal=True) == [48 - 8 * rank for rank in range(4)]
+    # a window of 5 keys reaches 4 rows of the rank below
+    assert workers(4).run(rows_copied, 64, "contiguous", causal=True, window=(4, 0)) == [0, 4, 4, 4]
+
+
+def test_what_a_plan_needs_adds_up():
+    """Causal zigzag of P ranks moves half of the shards below and all of those above."""
+    for rank in range(8):
+        plan = plan_ring(Mask(right=0), "zigzag", 128, rank, 8)
+        rows = [needed.stop - needed.start for needed in plan.needed]
+        assert rows[0] == count_rows(layout_runs("zigzag", 128, 8, rank)) == 16
+        assert sum(rows[1:]) == 8 * rank + 16 * (7 - rank)
+
+
+# Who may use it ---------------------------------------------------------------------------------------------------
+
+
+def place(device: int, **changes: Any) -> Place:
+    given: dict[str, Any] = {"host": "a", "reaches": (0, 1, 2, 3), "allocator": "CUDA", "may_share": False} | changes
+    return Place(device=device, **given)
+
+
+def test_places_survive_being_sent():
+    for sent in (place(3), place(0, reaches=(0,), may_share=True, host="node-7/3f", allocator="NVSHMEM")):
+        assert Place.decode(sent.encode()) == sent
+
+
+@pytest.mark.parametrize(
+    ("places", "obstacle"),
+    [
+        ([place(0), place(1), place(3)], None),
+        ([place(0), place(1, host="b")], "ranks 0 and 1 are on different hosts"),
+        ([place(0), place(1), place(0)], "ranks 0 and 2 share GPU 0"),
+        ([place(0), place(1, reaches=(1,))], "GPUs 0 and 1 (ranks 0 and 1) can't address each other's memory"),
+        ([place(0, reaches=(0,)), place(1)], "GPUs 0 and 1 (ranks 0 and 1) can't address each other's memory"),
+        ([place(0), place(1, allocator="NVSHMEM")], "rank 1 has NVSHMEM allocator of symmetric memory, wanted CUDA"),
+    ],
+)
+def test_an_obstacle_is_named(places, obstacle):
+    assert find_obstacle(places) == obstacle
+
+
+def test_ranks_share_a_gpu_where_they_ask_to_and_may():
+    allowed = [place(0, may_share=True), place(0, may_share=True)]
+    assert find_obstacle(allowed, share=True) is None
+    assert find_obstacle(allowed) == "ranks 0 and 1 share GPU 0"
+    assert "ALLOW_OVERLAPPING_DEVICES=1" in str(find_obstacle([place(0), place(0)], share=True))
