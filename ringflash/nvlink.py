@@ -48,11 +48,12 @@ class Place(NamedTuple):
 
         index = torch.cuda.current_device() if device.index is None else device.index
         boot = Path("/proc/sys/kernel/random/boot_id")  # hosts may have one name
-        reaches = (i for i in range(torch.cuda.device_count()) if torch.cuda.can_device_access_peer(index, i))
+        others = (i for i in range(torch.cuda.device_count()) if i != index)
+        reaches = (i for i in others if torch.cuda.can_device_access_peer(index, i))
         return cls(
             host=f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}".replace(" ", "_"),
             device=index,
-            reaches=tuple(sorted({index, *reaches})),
+            reaches=(index, *reaches),
             allocator=_SymmetricMemory.get_backend(torch.device("cuda", index)) or "no",
             may_share=os.environ.get(SHARING) == "1",
         )
@@ -134,8 +135,9 @@ class _Symmetric:
 
 def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
     """How long the group lets an operation take."""
-    options = group._get_backend(device).options  # the timeout has no public name
-    return int(options._timeout.total_seconds() * 1000)
+    backend: Any = group._get_backend(device)  # the timeout has no public name
+    backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return int(backend.options._timeout.total_seconds() * 1000)
 
 
 class _Link:

@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 scripts/check_ring.py                   # GPUs where there are, else CPU and gloo
     torchrun --nproc-per-node 4 scripts/check_ring.py --device cuda     # more ranks than GPUs: they share, over gloo
+    torchrun --nproc-per-node 2 scripts/check_ring.py --transport nvlink
+    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 torchrun ...             # nvlink between ranks that share a GPU
 
 A table of layout x mask x dtype x length x heads. Fails (exit status 1 on every rank) when out, dq, dk or dv of the
 ring is more than 1.1 times as wrong as one rank's on the same inputs, or more than 1e-5 wrong where that is fp32, as
@@ -21,7 +23,8 @@ from torch import Tensor
 from accuracy import NAMES, Results, exact, failures, relative_error, squares
 from peers import DTYPES, Inputs, Shape, make_inputs, parse_heads
 from report import Row, add_output_arguments, append_rows, environment, output_path, significant
-from ringflash import flash_attention, positions, ring_attention, shard
+from ringflash import flash_attention, positions, ring_attention, shard, transport_of
+from ringflash.comm import TRANSPORTS
 from ringflash.layout import LAYOUTS
 from ringflash.mask import Mask
 from world import World, add_world_arguments, reduce, start_world
@@ -107,7 +110,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_world_arguments(parser)
     parser.add_argument("--backend", default="auto", help="attention backend: auto, triton or torch")
-    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--masks", nargs="+", choices=maskings(1), default=list(maskings(1)))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: fp32 bf16, on a GPU fp16 too")
@@ -127,7 +130,8 @@ def check(world: World, options: argparse.Namespace) -> int:
     heads: list[tuple[int, int]] = options.heads
     masks: list[str] = options.masks
     origin = environment(world.device)
-    world.say(*origin.values(), f"{world.size} ranks", world.backend, sep=" | ")
+    transport = transport_of(world.group, world.device) if options.transport == "auto" else options.transport
+    world.say(*origin.values(), f"{world.size} ranks", f"{transport} in a group of {world.backend}", sep=" | ")
     world.say("ring's error / one rank's, each against dense fp64\n")
     rows: list[Row] = []
     failed = 0
@@ -136,7 +140,7 @@ def check(world: World, options: argparse.Namespace) -> int:
         problem = Problem.draw(shape, dtype, mask, world.device)
         one = one_rank_errors(problem, options.backend)
         for layout in options.layouts:
-            ring = ring_errors(problem, world, layout, options.backend, options.transport)
+            ring = ring_errors(problem, world, layout, options.backend, transport)
             wrong = failures(ring, one, DTYPES[dtype])
             label = f"{layout:10s} {mask:13s} {dtype} {shape}"
             verdict = f"FAILED: {', '.join(wrong)}" if wrong else "ok"
@@ -144,7 +148,7 @@ def check(world: World, options: argparse.Namespace) -> int:
             failed += bool(wrong)
             rows.append(
                 origin
-                | {"world": world.size, "process_group": world.backend, "transport": options.transport}
+                | {"world": world.size, "process_group": world.backend, "transport": transport}
                 | {"backend": options.backend, "layout": layout, "mask": mask, "dtype": dtype}
                 | shape._asdict()
                 | {f"{n}_error": significant(ring[n]) for n in NAMES}

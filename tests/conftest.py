@@ -1,11 +1,15 @@
 """Worker pools that the whole test run shares, and settings of the tests that search for inputs."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 
 from ringflash.testing import Workers
+
+# PyTorch's permission for symmetric memory of several ranks on one GPU; the workers inherit it.
+os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 
 settings.register_profile("ringflash", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("ringflash")

@@ -1,18 +1,24 @@
-"""On an NVIDIA GPU: the Triton kernels, and rings of several ranks that share it (gloo, through pinned host memory).
+"""On an NVIDIA GPU: the Triton kernels, and rings of several ranks. Where there are fewer GPUs than ranks, ranks share.
+
+Rings go over gloo (through pinned host memory), over nvlink (ranks that share a GPU take turns on it: slow, but it is
+the same code), and over NCCL where every rank has a GPU of its own.
 
 The bound of an error is what PyTorch's own flash attention has on the same inputs, or this package's with one rank.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import Attention, assert_close, dense, world
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringflash import flash_attention, ring_attention, shard, unshard
+from ringflash import flash_attention, release_buffers, ring_attention, shard, transport_of, unshard
+from ringflash.nvlink import SHARING
 from ringflash.testing import Inputs, Workers, random_inputs, relative_error
 
 pytestmark = [
@@ -22,15 +28,30 @@ pytestmark = [
 ]
 RATIO = 1.1  # how much more wrong than the trusted result one may be
 LAYOUTS = ["contiguous", "zigzag", "striped"]
+TRANSPORTS = ["gloo", "nvlink", "nccl"]
 GRADIENTS = ["dq", "dk", "dv"]
 
 
 @pytest.fixture(scope="module")
-def gpu_workers() -> Iterator[Callable[[int], Workers]]:
-    pools: dict[int, Workers] = {}
-    yield lambda world_size: pools.setdefault(world_size, Workers(world_size, timeout=240))
-    for pool in pools.values():
-        pool.close()
+def gpu_workers() -> Iterator[Callable[..., Workers]]:
+    """`gpu_workers(world_size, transport)`: processes in a group that has it; nvlink goes in a group of gloo."""
+    pools: dict[tuple[int, str], Workers] = {}
+
+    def pool(world_size: int, transport: str = "gloo") -> Workers:
+        if transport == "nccl" and torch.cuda.device_count() < world_size:
+            pytest.skip(f"NCCL wants a GPU a rank: {world_size} GPUs")
+        backend = "nccl" if transport == "nccl" else "gloo"
+        return pools.setdefault((world_size, backend), Workers(world_size, backend=backend, timeout=240))
+
+    yield pool
+    for workers in pools.values():
+        workers.close()
+
+
+def join_on_gpu() -> dist.ProcessGroup:
+    """The group of all workers, each on a GPU of its own as far as there are."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return world()
 
 
 def attend(inputs: Inputs, **options) -> Attention:
@@ -169,49 +190,194 @@ def test_compiles_whole_and_replays_in_a_cuda_graph():
     assert torch.equal(actual.out, expected.out) and torch.equal(actual.dq, -expected.dq)
 
 
-def ring_errors(layout: str, causal: bool, seq_len: int, dtype: torch.dtype) -> tuple[dict, dict]:
+def ring_errors(layout: str, causal: bool, seq_len: int, dtype: torch.dtype, transport: str) -> tuple[dict, dict]:
+    join_on_gpu()
     inputs = cuda_inputs(1, seq_len, 4, 128, kv_heads=2, dtype=dtype)
     expected = dense(inputs, causal=causal)
-    return errors(ring_attend(inputs, layout, causal=causal), expected), errors(attend(inputs, causal=causal), expected)
+    ring = ring_attend(inputs, layout, causal=causal, transport=transport)
+    return errors(ring, expected), errors(attend(inputs, causal=causal), expected)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_ring_on_one_gpu_is_no_more_wrong_than_one_rank(gpu_workers, world_size, layout, causal):
-    for ring, alone in gpu_workers(world_size).run(ring_errors, layout, causal, 1001, torch.bfloat16):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_ring_is_no_more_wrong_than_one_rank(gpu_workers, transport, world_size, layout, causal):
+    pool = gpu_workers(world_size, transport)
+    for ring, alone in pool.run(ring_errors, layout, causal, 1001, torch.bfloat16, transport):
         assert all(ring[name] <= max(RATIO * alone[name], 1e-6) for name in Attention._fields), (ring, alone)
 
 
-def ring_without_synchronisation() -> None:
-    inputs = cuda_inputs(1, 512, 4, 64)
-    group = world()
-    q, k, v, dout = (shard(x, group=group).requires_grad_() for x in inputs[:4])
+def bits_that_differ(transport: str) -> list[str]:
+    """Problems that come out otherwise than over gloo; growing buffers, several sequences, every mask."""
+    join_on_gpu()
+    wrong = []
+    for seq_len, batch, layout in (
+        (300, 2, "striped"),
+        (1001, 1, "zigzag"),
+        (77, 3, "contiguous"),
+        (2048, 2, "zigzag"),
+    ):
+        for options in ({}, {"causal": True}, {"causal": True, "window": (100, 0)}):
+            inputs = cuda_inputs(batch, seq_len, 4, 64, kv_heads=2, v_head_dim=96)
+            actual = ring_attend(inputs, layout, transport=transport, **options)
+            expected = ring_attend(inputs, layout, transport="gloo", **options)
+            if not all(map(torch.equal, actual, expected)):
+                wrong.append(f"{batch} x {seq_len} {layout} {options}")
+    return wrong
 
-    def step() -> None:
-        torch.autograd.grad(ring_attention(q, k, v, group=group, causal=True), (q, k, v), dout)
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_nvlink_gives_the_bits_that_gloo_gives(gpu_workers, world_size):
+    assert gpu_workers(world_size).run(bits_that_differ, "nvlink") == [[]] * world_size
+
+
+def ring_step(transport: str, rows: int = 256) -> tuple[list[torch.Tensor], Callable[[], list[torch.Tensor]]]:
+    """Inputs of this rank, and a training step on them: out and the gradients."""
+    group = join_on_gpu()
+    q, k, v, dout = (torch.randn(1, rows, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> list[torch.Tensor]:
+        out = ring_attention(*leaves, group=group, causal=True, transport=transport)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    return [*leaves, dout], step
+
+
+def ring_without_synchronisation(transport: str) -> None:
+    _, step = ring_step(transport)
+    step()
+    with no_host_synchronisation():
+        for _ in range(3):
+            step()
+
+
+@pytest.mark.parametrize("transport", ["nvlink", "nccl"])
+def test_the_loop_of_a_ring_waits_for_nothing_on_the_device(gpu_workers, transport):
+    gpu_workers(2, transport).run(ring_without_synchronisation, transport)
+
+
+def gloo_ring_without_synchronisation() -> None:
+    _, step = ring_step("gloo")
     step()
     with no_host_synchronisation():
         step()
 
 
-def test_the_loop_of_a_ring_waits_for_no_kernel(gpu_workers):
-    gpu_workers(2).run(ring_without_synchronisation)
+def test_the_loop_of_a_ring_over_gloo_waits_for_no_kernel(gpu_workers):
+    gpu_workers(2).run(gloo_ring_without_synchronisation)
 
 
-def ring_peak_memory(rows: int) -> int:
+def replays_that_differ(transport: str) -> list[int]:
+    """Replays of a captured training step, between steps outside, that are not what a step outside gives."""
+    inputs, step = ring_step(transport)
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    wrong = []
+    for replay in range(4):
+        with torch.no_grad():
+            for x in inputs:
+                x.normal_()
+        expected = step() if replay % 2 else None
+        graph.replay()
+        expected = expected or step()
+        torch.cuda.synchronize()
+        if not all(map(torch.equal, captured, expected)):
+            wrong.append(replay)
+    return wrong
+
+
+@pytest.mark.parametrize("transport", ["nvlink", "nccl"])
+def test_a_captured_ring_replays(gpu_workers, transport):
+    assert gpu_workers(2, transport).run(replays_that_differ, transport) == [[]] * 2
+
+
+def buffers_that_are_missing_in_a_capture() -> str:
+    _, step = ring_step("nvlink")
+    step()
+    release_buffers(world())
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            step()
+    except RuntimeError as error:
+        return str(error)
+    return "captured"
+
+
+def test_nvlink_refuses_to_make_buffers_in_a_capture(gpu_workers):
+    for said in gpu_workers(2).run(buffers_that_are_missing_in_a_capture):
+        assert "before the capture" in said
+
+
+def transports_that_auto_takes() -> tuple[str, str]:
+    group = join_on_gpu()
+    return transport_of(group), transport_of(group, "cpu")
+
+
+def test_auto_is_nvlink_where_every_rank_has_its_own_gpu(gpu_workers):
+    wanted = "nvlink" if torch.cuda.device_count() >= 2 else "gloo"
+    assert gpu_workers(2).run(transports_that_auto_takes) == [(wanted, "gloo")] * 2
+
+
+def nvlink_on_one_gpu_without_permission() -> str:
+    allowed, group = os.environ.pop(SHARING), dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    torch.cuda.set_device(0)
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+    try:
+        ring_attention(q, q, q, group=group, transport="nvlink")
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.environ[SHARING] = allowed
+    return "attended"
+
+
+def test_nvlink_on_a_shared_gpu_needs_pytorchs_permission(gpu_workers):
+    for said in gpu_workers(2).run(nvlink_on_one_gpu_without_permission):
+        assert "ranks 0 and 1 share GPU 0" in said and SHARING in said
+
+
+def ring_peak_memory(rows: int, transport: str) -> int:
     """Bytes above the inputs, forward and backward."""
-    group = world()
+    group = join_on_gpu()
     q, k, v, dout = (torch.randn(1, rows, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
+    release_buffers(group)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(ring_attention(*leaves, group=group, causal=True), leaves, dout)
+    torch.autograd.grad(ring_attention(*leaves, group=group, causal=True, transport=transport), leaves, dout)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - before + release_buffers(group)
 
 
-def test_peak_memory_does_not_grow_with_the_world_size(gpu_workers):
-    two, four = (max(gpu_workers(world_size).run(ring_peak_memory, 8192)) for world_size in (2, 4))
-    assert four <= 1.02 * two, (two, four)
+@pytest.mark.parametrize(("transport", "few"), [("gloo", 2), ("nvlink", 3)])  # by nvlink, 2 ranks need a buffer less
+def test_peak_memory_does_not_grow_with_the_world_size(gpu_workers, transport, few):
+    less, more = (max(gpu_workers(world_size).run(ring_peak_memory, 8192, transport)) for world_size in (few, 4))
+    assert more <= 1.02 * less, (less, more)
+
+
+def free_memory_after_release(rows: int) -> tuple[int, int]:
+    """Bytes that `release_buffers` says it gave back, and bytes that the driver says are free again."""
+    group = join_on_gpu()
+    release_buffers(group)
+    dist.barrier(group)
+    before = torch.cuda.mem_get_info()[0]
+    _, step = ring_step("nvlink", rows)
+    step()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    during = torch.cuda.mem_get_info()[0]
+    said = release_buffers(group)
+    dist.barrier(group)
+    assert during < before
+    return said, torch.cuda.mem_get_info()[0] - during
+
+
+def test_released_buffers_are_free(gpu_workers):
+    for said, freed in gpu_workers(2).run(free_memory_after_release, 65536):
+        assert freed >= said > 65536 * 2 * 64 * 2 * 2
