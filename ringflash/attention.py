@@ -236,7 +236,7 @@ def release_buffers(group: Group) -> int:
     Raises:
         ValueError: not a group.
 
-    Example: `release_buffers(dist.group.WORLD)` -> 144703488 after 8192 rows of 8 heads of 128 in bf16 were trained.
+    Example: `release_buffers(dist.group.WORLD)` -> 167772160 after 8192 rows of 8 heads of 128 in bf16 were trained.
     """
     return ops.release_buffers(process_group(group))
 

@@ -36,7 +36,7 @@ from report import (
     significant,
     time_interleaved,
 )
-from ringflash import ring_attention, shard
+from ringflash import ring_attention, shard, transport_of
 from ringflash.layout import LAYOUTS
 from world import World, add_world_arguments, reduce, start_world
 
@@ -212,12 +212,13 @@ def main() -> None:
     origin = environment(world.device)
     world.say(*origin.values(), f"{world.size} ranks", world.backend, sep=" | ")
     world.say(f"FLOPs: {FORMULA}\n")
-    setting = {"process_group": world.backend, "transport": options.transport}
+    transport = transport_of(world.group, world.device) if options.transport == "auto" else options.transport
+    setting = {"process_group": world.backend, "transport": transport}
 
     for shape, mask, dtype in product(options.shapes, options.masks, options.dtypes):
         case = Case(shape, mask, dtype)
         contenders = [one_gpu(name) for name in options.baselines]
-        contenders += [ring(layout, options.backend, options.transport, world.size) for layout in options.layouts]
+        contenders += [ring(layout, options.backend, transport, world.size) for layout in options.layouts]
         contenders += [context_parallel(name, case.causal, world.size) for name in options.context_parallel]
         rows = measure(contenders, case, options.rounds, options.round_ms, world)
         world.say(f"{case}, {world.size} ranks: ms, TFLOP/s a GPU, speed-up over the fastest GPU, efficiency")

@@ -181,6 +181,27 @@ def test_delays_on_any_rank_change_no_bit(workers):
     assert workers(3).run(differing_random_problems, 40, 0) == [[]] * 3
 
 
+def overwritten_shards(passes: int) -> list[str]:
+    """Shards that were another pass's, where ranks take their time over visits and nothing else keeps them in step."""
+    group, wrong = world(), []
+    plan = plan_ring(Mask(), "contiguous", 32, dist.get_rank(), dist.get_world_size())
+    random.seed(dist.get_rank())
+    with nvlink_on_cpus():
+        for number in range(passes):
+            k = torch.full((1, 8, 2, 16), 100.0 * number + dist.get_rank())
+            for step, _, k_here, v_here in comm.visits(plan, k, -k, NvlinkTransport(group, k.device)):
+                time.sleep(random.random() * 0.005)
+                expected = 100.0 * number + plan.source(step)
+                if not ((k_here == expected).all() and (v_here == -expected).all()):
+                    wrong.append(f"pass {number} step {step}")
+        release_buffers(group)
+    return wrong
+
+
+def test_a_shard_is_published_only_when_all_have_pulled_the_one_before(workers):
+    assert workers(4).run(overwritten_shards, 20) == [[]] * 4
+
+
 def rows_copied(seq_len: int, layout: str, **mask: Any) -> int:
     """Key rows that this rank pulls in one forward pass."""
     copied, copy = [], comm._copy_contiguous
