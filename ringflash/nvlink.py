@@ -147,14 +147,14 @@ class _Link:
         self.device = device
         # small kernels that signal must not queue behind the blocks of a large one
         self.shards_stream, self.sums_stream = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
-        self.shards: _Symmetric | None = None
-        self.sums: _Symmetric | None = None
+        self.buffers: dict[str, _Symmetric] = {}  # "shards" and "sums"
         self.sums_free: _Moment | None = None
         self.retired: list[_Symmetric] = []  # too small by now, but a CUDA graph knows their addresses
 
-    def renew(self, old: _Symmetric | None, nbytes: int, group: dist.ProcessGroup) -> _Symmetric:
+    def buffer(self, name: str, nbytes: int, group: dist.ProcessGroup) -> _Symmetric:
         """A buffer of at least `nbytes`, the old one if it will do. The same on every rank, which all call this."""
         capturing = torch.cuda.is_current_stream_capturing()
+        old = self.buffers.get(name)
         if old is None or old.nbytes < nbytes:
             if capturing:
                 raise RuntimeError(
@@ -163,13 +163,15 @@ class _Link:
                 )
             if old is not None and old.captured:
                 self.retired.append(old)
-            old = _Symmetric(-(-nbytes // _GRANULARITY) * _GRANULARITY, group, self.device)
-        old.captured |= capturing
-        return old
+            self.buffers.pop(name, None)
+            del old  # its memory is free before more is asked for
+            self.buffers[name] = _Symmetric(-(-nbytes // _GRANULARITY) * _GRANULARITY, group, self.device)
+        self.buffers[name].captured |= capturing
+        return self.buffers[name]
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.shards, self.sums, *self.retired) if x is not None)
+        return sum(x.nbytes for x in (*self.buffers.values(), *self.retired))
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Link]] = WeakKeyDictionary()
@@ -216,7 +218,7 @@ class NvlinkTransport:
         Both inside and in `pulling`, work goes to the stream of the pulls. See Note [One barrier before, one after].
         """
         link = self.link
-        link.shards = shards = link.renew(link.shards, size * dtype.itemsize, self.group)
+        shards = link.buffer("shards", size * dtype.itemsize, self.group)
         link.shards_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(link.shards_stream):
             shards.barrier(0)
@@ -227,10 +229,9 @@ class NvlinkTransport:
     def pulling(self, rank: int, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
         """What `rank` published, to be copied inside; what the current stream has been given comes before."""
         link = self.link
-        assert link.shards is not None
         link.shards_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(link.shards_stream):
-            yield link.shards.of[rank][: size * dtype.itemsize].view(dtype)
+            yield link.buffers["shards"].of[rank][: size * dtype.itemsize].view(dtype)
 
     def pulled(self) -> _Moment:
         """Wait for it to use what was pulled so far."""
@@ -242,7 +243,7 @@ class NvlinkTransport:
         """Two flat buffers for `exchange`, in the same order on every rank; good until `finish`."""
         link = self.link
         nbytes = -(-size * dtype.itemsize // 256) * 256  # both begin at an aligned address
-        link.sums = sums = link.renew(link.sums, 2 * nbytes, self.group)
+        sums = link.buffer("sums", 2 * nbytes, self.group)
         if link.sums_free is not None and not torch.cuda.is_current_stream_capturing():
             link.sums_free.wait()  # the pass before this one may have run on another stream
         return [sums.memory[begin : begin + size * dtype.itemsize].view(dtype) for begin in (0, nbytes)]
@@ -254,8 +255,8 @@ class NvlinkTransport:
         channels go.
         """
         link = self.link
-        assert link.sums is not None
-        sums, channel = link.sums, 2 * (tag % link.sums.exchanges)
+        sums = link.buffers["sums"]
+        channel = 2 * (tag % sums.exchanges)
         begin = send.storage_offset() * send.itemsize
         link.sums_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(link.sums_stream):

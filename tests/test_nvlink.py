@@ -169,9 +169,10 @@ def differing_random_problems(iterations: int, seed: int) -> list[str]:
             if not all(map(torch.equal, attend(**options), expected)):
                 wrong.append(str(options))
     (link,) = nvlink._links[world()].values()
-    assert link.shards is not None and link.sums is not None
     dist.barrier()
-    wrong += ["signal"] * sum(int(x.handle.get_signal_pad(dist.get_rank()).any()) for x in (link.shards, link.sums))
+    up = [name for name, x in link.buffers.items() if x.handle.get_signal_pad(dist.get_rank()).any()]
+    wrong += [f"signal up: {name}" for name in up]
+    assert sorted(link.buffers) == ["shards", "sums"]
     with nvlink_on_cpus():
         release_buffers(world())
     return wrong
