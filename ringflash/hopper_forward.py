@@ -1,0 +1,331 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
+# (jitted code is Gluon's language, not Python's types)
+"""The forward pass on Hopper GPUs (sm_90), in Gluon.
+
+WORDS
+"""
+
+import math
+
+from .gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+
+LOG2E = gl.constexpr(math.log2(math.e))
+LN2 = gl.constexpr(math.log(2.0))
+NEG_INF = gl.constexpr(float("-inf"))
+
+
+# Verbs --------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load_tiles(ranges, block, TILE: gl.constexpr):
+    """Tiles of the other side that a block sees: `first, full_first, full_stop, stop`; all need the mask but those in
+    `[full_first, full_stop)`. At least one tile."""
+    begin = gl.load(ranges + block * 4)
+    full_begin = gl.load(ranges + block * 4 + 1)
+    full_end = gl.load(ranges + block * 4 + 2)
+    end = gl.load(ranges + block * 4 + 3)
+    first = begin // TILE
+    stop = gl.maximum((end + TILE - 1) // TILE, first + 1)
+    full_first = gl.minimum((full_begin + TILE - 1) // TILE, stop)
+    full_stop = gl.minimum(gl.maximum(full_end // TILE, full_first), stop)
+    return first, full_first, full_stop, stop, begin == end
+
+
+@gluon.jit
+def _tile_at(i, tiles):
+    """The `i`-th tile to visit: the masked ones after the full part, those before it, then the full ones; each from
+    the end."""
+    first, full_first, full_stop, stop = tiles
+    after = stop - full_stop
+    masked = after + full_first - first
+    return gl.where(i < after, stop - 1 - i, gl.where(i < masked, full_first - 1 - (i - after), full_stop - 1 - (i - masked)))
+
+
+@gluon.jit
+def _wait_turn(WHO: gl.constexpr):
+    """Named barrier `9 + WHO`: wait until another warpgroup gives this one its turn at the tensor cores."""
+    if WHO == 0:
+        gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif WHO == 1:
+        gl.inline_asm_elementwise("bar.sync 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _give_turn(WHO: gl.constexpr):
+    if WHO == 0:
+        gl.inline_asm_elementwise("bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif WHO == 1:
+        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.arrive 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _mask(scores, tile, seen_first, seen_last, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
+    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, s_layout))
+    seen = (key[None, :] >= seen_first[:, None]) & (key[None, :] < seen_last[:, None])
+    return gl.where(seen, scores, NEG_INF)
+
+
+@gluon.jit
+def _softmax(scores, row_max, scale_log2, MASKED: gl.constexpr):
+    """`(p, rescale, row_max)`."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    pivot = new_max
+    if MASKED:
+        pivot = gl.where(new_max == NEG_INF, 0.0, new_max)
+    p = gl.exp2(scores * scale_log2 - pivot[:, None])
+    return p, gl.exp2(row_max - pivot), new_max
+
+
+@gluon.jit
+def _row_sums(p, ROWS: gl.constexpr, COLS: gl.constexpr, LAZY: gl.constexpr):
+    """Sums of rows, each left in the 4 threads that share it (`[ROWS, 4]`)."""
+    if LAZY:
+        sums = gl.sum(gl.sum(gl.reshape(p, [ROWS, COLS // 8, 4, 2]), 3), 1)
+    else:
+        sums = gl.sum(p, 1)
+    return sums
+
+
+@gluon.jit
+def _step(
+    i, tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_last, scale_log2,
+    WHO: gl.constexpr, MASKED: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr,
+    s_layout: gl.constexpr, o_layout: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile `i` start, then P V of the tile before it; softmax of tile `i` runs beside that product."""
+    k_full, k_empty, v_full, v_empty = barriers
+    acc, p, row_max, row_sum = state
+    stage = i % STAGES
+    before = (i - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+    if PINGPONG:
+        _wait_turn(WHO)
+    scores = warpgroup_mma(q, k_s.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    acc = warpgroup_mma(p, v_s.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
+    if PINGPONG:
+        _give_turn((WHO + 1) % CONSUMERS)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_empty.index(stage))
+    if MASKED:
+        scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_last, BLOCK_K, s_layout)
+    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2, MASKED)
+    if LAZY:
+        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + _row_sums(p_wide, ROWS, BLOCK_K, LAZY)
+    else:
+        row_sum = row_sum * rescale + gl.sum(p_wide, 1)
+    if FENCE:
+        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_empty.index(before))
+    p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
+    return acc, p, row_max, row_sum
+
+
+@gluon.jit
+def _consumer(
+    WHO: gl.constexpr, buffers, barriers, q_full, tiles, out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2,
+    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: ROWS queries against all tiles."""
+    q_s, k_s, v_s = buffers
+    k_full, k_empty, v_full, v_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+    if seen is None:
+        seen_first = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, s_layout))
+        seen_last = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, s_layout)) + n_k
+    else:
+        seen_first = gl.load(seen + rows, mask=rows < n_q, other=0)
+        seen_last = gl.load(seen + n_q + rows, mask=rows < n_q, other=0)
+    first, full_first, full_stop, stop = tiles
+    n_tiles = stop - first
+    n_masked = n_tiles - (full_stop - full_first)
+
+    # the first tile: scores and softmax alone
+    q = q_s.index(WHO).reshape([ROWS, BLOCK_D])
+    mbarrier.wait(q_full.index(WHO), 0)
+    if Q_IN_REGISTERS:
+        q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+    zero = gl.zeros([ROWS, BLOCK_K], gl.float32, s_layout)
+    if PINGPONG:
+        if WHO == CONSUMERS - 1:
+            _give_turn(0)
+        _wait_turn(WHO)
+    mbarrier.wait(k_full.index(0), 0)
+    scores = warpgroup_mma(q, k_s.index(0).reshape([BLOCK_K, BLOCK_D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if PINGPONG:
+        _give_turn((WHO + 1) % CONSUMERS)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(0))
+    scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_last, BLOCK_K, s_layout)
+    row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
+    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2, True)
+    row_sum = _row_sums(p_wide, ROWS, BLOCK_K, LAZY)
+    p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+
+    state = (acc, p, row_max, row_sum)
+    for i in range(1, n_masked):
+        state = _step(
+            i, tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_last, scale_log2, WHO, True,
+            ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, CONSUMERS, PINGPONG, LAZY, FENCE, s_layout, o_layout,
+        )  # fmt: skip
+    for i in range(gl.maximum(n_masked, 1), n_tiles):
+        state = _step(
+            i, tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_last, scale_log2, WHO, False,
+            ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, CONSUMERS, PINGPONG, LAZY, FENCE, s_layout, o_layout,
+        )  # fmt: skip
+    acc, p, row_max, row_sum = state
+    stage = (n_tiles - 1) % STAGES
+    mbarrier.wait(v_full.index(stage), ((n_tiles - 1) // STAGES) & 1)
+    acc = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+
+    if LAZY:
+        row_sum = gl.sum(row_sum, 1)
+    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, o_layout))
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
+    _write(acc, row_max, row_sum, out, lse, rows, n_q, stride_os, BLOCK_DV, DV, MERGE, o_layout)
+
+
+@gluon.jit
+def _write(acc, row_max, row_sum, out, lse, rows, n_q, stride_os, BLOCK_DV: gl.constexpr, DV: gl.constexpr, MERGE: gl.constexpr, o_layout: gl.constexpr):
+    """Normalise, and merge with what the visits before this one left. See merge.py."""
+    seen_any = row_sum > 0
+    row_sum = gl.where(seen_any, row_sum, 1.0)
+    total = gl.where(seen_any, row_max + gl.log2(row_sum), NEG_INF)
+    norm = 1.0 / row_sum
+    in_rows = rows < n_q
+    cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, o_layout))
+    out_rows = out + rows.to(gl.int64)[:, None] * stride_os + cols[None, :]
+    in_out = in_rows[:, None] & (cols < DV)[None, :]
+    if MERGE:
+        before = gl.load(lse + rows, mask=in_rows, other=NEG_INF) * LOG2E
+        largest = gl.maximum(before, total)
+        pivot = gl.where(largest == NEG_INF, 0.0, largest)
+        weight_before = gl.exp2(before - pivot)
+        weight = gl.exp2(total - pivot)
+        sum_of_weights = weight_before + weight
+        total = pivot + gl.log2(sum_of_weights)
+        share = 1.0 / gl.where(sum_of_weights > 0, sum_of_weights, 1.0)
+        norm = norm * weight * share
+        out_before = gl.load(out_rows, mask=in_out, other=0.0)
+        acc = acc * norm[:, None] + out_before * (weight_before * share)[:, None]
+    else:
+        acc = acc * norm[:, None]
+    gl.store(out_rows, acc.to(out.dtype.element_ty), mask=in_out)
+    gl.store(lse + rows, total * LN2, mask=in_rows)
+
+
+@gluon.jit
+def _consumer_0(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr):
+    _consumer(0, buffers, barriers, q_full, tiles, out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)
+
+
+@gluon.jit
+def _consumer_1(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr):
+    _consumer(1, buffers, barriers, q_full, tiles, out, lse, seen, first_row + ROWS, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)
+
+
+@gluon.jit
+def _consumer_2(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr):
+    _consumer(2, buffers, barriers, q_full, tiles, out, lse, seen, first_row + 2 * ROWS, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)
+
+
+@gluon.jit
+def _producer(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr):
+    """One warp: loads the queries once, then tile after tile of keys and values into the stages as they fall empty."""
+    q_s, k_s, v_s = buffers
+    k_full, k_empty, v_full, v_empty = barriers
+    first, full_first, full_stop, stop = tiles
+    for who in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes)
+        tma_load(q_desc, [batch, first_row + who * ROWS, head, 0], q_full.index(who), q_s.index(who))
+    for i in range(stop - first):
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        row = _tile_at(i, tiles) * BLOCK_K
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+        tma_load(k_desc, [batch, row, kv_head, 0], k_full.index(stage), k_s.index(stage))
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(stage), v_s.index(stage))
+
+
+@gluon.jit(do_not_specialize=["n_q", "n_k", "heads_per_kv", "heads_together"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, out, lse, ranges, seen,
+    stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, heads_per_kv, heads_together, scale_log2,
+    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head against the keys it sees."""
+    # heads_together heads at a time, so that their keys stay in L2; their blocks from the last, longest when causal
+    group = gl.program_id(0) // (n_blocks * heads_together)
+    place = gl.program_id(0) % (n_blocks * heads_together)
+    in_group = gl.minimum(heads_together, n_heads - group * heads_together)
+    head_index = group * heads_together + place % in_group
+    block = n_blocks - 1 - place // in_group
+    batch = gl.program_id(1)
+    head = head_index
+    kv_head = head // heads_per_kv
+    first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
+    if MERGE:
+        if nothing:  # merging the identity
+            return
+    first_row = block * (ROWS * CONSUMERS)
+    head_rows = batch.to(gl.int64) * n_heads + head
+    out += batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+    lse += head_rows * n_q
+
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for who in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(who), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer_0, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
+                (_consumer_1, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
+                (_producer, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer_0, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
+                (_consumer_1, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
+                (_consumer_2, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
+                (_producer, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip
