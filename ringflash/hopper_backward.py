@@ -61,30 +61,45 @@ def _place(j, n_masked, tiles, first_head, n_tiles_q):
 
 
 @gluon.jit
-def _probabilities(scores, lse, scale_log2, key, seen, tile, n_q, n_k, BLOCK_Q: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr):
-    p = gl.exp2(scores * scale_log2 - lse[None, :])
+def _probabilities(scores, lse, scale_log2, key, seen_s, stage, n_k, MASKED: gl.constexpr, HAS_TABLE: gl.constexpr, INIT: gl.constexpr, s_layout: gl.constexpr):
     if MASKED:
-        if seen is None:
-            p = gl.where((key < n_k)[:, None], p, 0.0)
+        if HAS_TABLE:
+            first = seen_s.index(2 * stage).load(gl.SliceLayout(0, s_layout))
+            count = seen_s.index(2 * stage + 1).load(gl.SliceLayout(0, s_layout)) - first
+            seen = (key[:, None] - first[None, :]).to(gl.uint32, bitcast=True) < count[None, :].to(gl.uint32, bitcast=True)
         else:
-            rows = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, s_layout))
-            first = gl.load(seen + rows, mask=rows < n_q, other=0)
-            last = gl.load(seen + n_q + rows, mask=rows < n_q, other=0)
-            p = gl.where((key[:, None] >= first[None, :]) & (key[:, None] < last[None, :]), p, 0.0)
+            seen = (key < n_k)[:, None] & (lse == lse)[None, :]
+        scores = gl.where(seen, scores, float("-inf"))
+    if INIT == 2:
+        p = gl.exp2(scores * scale_log2)
+    else:
+        p = gl.exp2(scores * scale_log2 - lse[None, :])
     return p
 
 
 @gluon.jit
+def _start_dq(ds, k_s, zero_dq, WHO: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr):
+    """A warpgroup's half of dQ over all keys: half of the queries where there are 128, else half of the head dim."""
+    if BLOCK_Q == 128:
+        tile = warpgroup_mma(ds.slice(WHO * 64, 64, 1).permute((1, 0)), k_s, zero_dq, use_acc=False, is_async=True)
+    else:
+        HALF: gl.constexpr = BLOCK_D // 2
+        tile = warpgroup_mma(ds.permute((1, 0)), k_s.slice(WHO * HALF, HALF, 1), zero_dq, use_acc=False, is_async=True)
+    return tile
+
+
+@gluon.jit
 def _step(
-    j, place, place_before, n_tiles_q, buffers, barriers, dk, dv, dq, key, seen, n_q, n_k, scale_log2, zero, zero_dq,
+    j, place, place_before, n_tiles_q, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero, zero_dq,
     WHO: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr,
     s_layout: gl.constexpr, dk_layout: gl.constexpr, dv_layout: gl.constexpr, dq_layout: gl.constexpr,
 ):  # fmt: skip
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s = buffers
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
     q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers
     KEYS: gl.constexpr = BLOCK_K // 2
-    HALF: gl.constexpr = BLOCK_D // 2
+    DQ_ROWS: gl.constexpr = 64
+    DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
     stage = j % STAGES
     phase = (j // STAGES) & 1
     slot = j % 2
@@ -93,16 +108,23 @@ def _step(
     q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
     dout_tile = dout_s.index(stage).reshape([BLOCK_Q, BLOCK_DV])
     mbarrier.wait(q_full.index(stage), phase)
-    scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if INIT == 2:
+        minus_lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+        scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), minus_lse[None, :].broadcast_to([KEYS, BLOCK_Q]), is_async=True)
+    else:
+        scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(dout_full.index(stage), phase)
     if INIT:
         minus_delta = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
         dp = warpgroup_mma(v_mine, dout_tile.permute((1, 0)), minus_delta[None, :].broadcast_to([KEYS, BLOCK_Q]), is_async=True)
     else:
         dp = warpgroup_mma(v_mine, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+    if INIT == 2:
+        lse = gl.zeros([BLOCK_Q], gl.float32, gl.SliceLayout(0, s_layout))
+    else:
+        lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
     scores = warpgroup_mma_wait(1, deps=[scores])
-    p = _probabilities(scores, lse, scale_log2, key, seen, place % n_tiles_q, n_q, n_k, BLOCK_Q, MASKED, s_layout)
+    p = _probabilities(scores, lse, scale_log2, key, seen_s, stage, n_k, MASKED, HAS_TABLE, INIT, s_layout)
     p_narrow = gl.convert_layout(p.to(q_s.dtype), gl.DotOperandLayout(0, dv_layout, 2))
     dv = warpgroup_mma(p_narrow, dout_tile, dv, is_async=True)
     if INIT:
@@ -125,13 +147,13 @@ def _step(
     else:
         before = (j - 1) % 2
         mbarrier.wait(ds_full.index(before), ((j - 1) // 2) & 1)
-        dq_tile = warpgroup_mma(ds_s.index(before).permute((1, 0)), k_s.slice(WHO * HALF, HALF, 1), zero_dq, use_acc=False, is_async=True)
+        dq_tile = _start_dq(ds_s.index(before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)
         dv, dq_tile = warpgroup_mma_wait(1, deps=[dv, dq_tile])
         mbarrier.arrive(dout_empty.index(stage))
         mbarrier.arrive(ds_empty.index(before))
         if RED:
-            _add_tile(dq + place_before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, BLOCK_Q, HALF, dq_layout)
+            _add_tile(dq + place_before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
         dk = warpgroup_mma_wait(0, deps=[dk])
         mbarrier.arrive(q_empty.index(stage))
     return dk, dv
@@ -139,37 +161,38 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, barriers, kv_full, tiles, dq, dk_out, dv_out, seen, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr,
+    WHO: gl.constexpr, buffers, barriers, kv_full, tiles, dq, dk_out, dv_out, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s = buffers
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
     q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers
     KEYS: gl.constexpr = BLOCK_K // 2
-    HALF: gl.constexpr = BLOCK_D // 2
+    DQ_ROWS: gl.constexpr = 64
+    DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, dk_layout)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, dv_layout)
     zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, s_layout)
-    zero_dq = gl.zeros([BLOCK_Q, HALF], gl.float32, dq_layout)
+    zero_dq = gl.zeros([DQ_ROWS, DQ_COLS], gl.float32, dq_layout)
     key = first_row + WHO * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-    dq += WHO * (BLOCK_Q * HALF)
+    dq += WHO * (DQ_ROWS * DQ_COLS)
     first, full_first, full_stop, stop = tiles
     n_masked = heads * (full_first - first + stop - full_stop)
     n_steps = heads * (stop - first)
     mbarrier.wait(kv_full.index(0), 0)
     before = _place(0, n_masked, tiles, first_head, n_tiles_q)
     dk, dv = _step(
-        0, before, before, n_tiles_q, buffers, barriers, dk, dv, dq, key, seen, n_q, n_k, scale_log2, zero, zero_dq,
-        WHO, True, True, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, INIT, RED, s_layout, dk_layout, dv_layout, dq_layout,
+        0, before, before, n_tiles_q, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero, zero_dq,
+        WHO, True, True, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, INIT, RED, HAS_TABLE, s_layout, dk_layout, dv_layout, dq_layout,
     )  # fmt: skip
     for j in range(1, n_masked):
         place = _place(j, n_masked, tiles, first_head, n_tiles_q)
         dk, dv = _step(
-            j, place, before, n_tiles_q, buffers, barriers, dk, dv, dq, key, seen, n_q, n_k, scale_log2, zero, zero_dq,
-            WHO, True, False, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, INIT, RED, s_layout, dk_layout, dv_layout, dq_layout,
+            j, place, before, n_tiles_q, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero, zero_dq,
+            WHO, True, False, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, INIT, RED, HAS_TABLE, s_layout, dk_layout, dv_layout, dq_layout,
         )  # fmt: skip
         before = place
     begin = gl.maximum(n_masked, 1)
@@ -177,8 +200,8 @@ def _consumer(
     left = full_stop - full_first - (begin - n_masked)
     for j in range(begin, n_steps):
         dk, dv = _step(
-            j, place, before, n_tiles_q, buffers, barriers, dk, dv, dq, key, seen, n_q, n_k, scale_log2, zero, zero_dq,
-            WHO, False, False, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, INIT, RED, s_layout, dk_layout, dv_layout, dq_layout,
+            j, place, before, n_tiles_q, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero, zero_dq,
+            WHO, False, False, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, INIT, RED, HAS_TABLE, s_layout, dk_layout, dv_layout, dq_layout,
         )  # fmt: skip
         before = place
         left -= 1
@@ -188,9 +211,9 @@ def _consumer(
         place += 1
     slot = (n_steps - 1) % 2
     mbarrier.wait(ds_full.index(slot), ((n_steps - 1) // 2) & 1)
-    dq_tile = warpgroup_mma(ds_s.index(slot).permute((1, 0)), k_s.slice(WHO * HALF, HALF, 1), zero_dq, use_acc=False, is_async=True)
+    dq_tile = _start_dq(ds_s.index(slot), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
     dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
-    _add_tile(dq + before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, BLOCK_Q, HALF, dq_layout)
+    _add_tile(dq + before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
     _write(dk * scale, dk_out, first_row + WHO * KEYS, n_k, stride_ks, KEYS, BLOCK_D, D, ADD, dk_layout)
     _write(dv, dv_out, first_row + WHO * KEYS, n_k, stride_vs, KEYS, BLOCK_DV, DV, ADD, dv_layout)
 
@@ -207,20 +230,20 @@ def _write(x, base, first_row, n_rows, stride, ROWS: gl.constexpr, COLS: gl.cons
 
 
 @gluon.jit
-def _consumer_0(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr):
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s = buffers
-    _consumer(0, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s), barriers, kv_full, tiles, dq, dk, dv, seen, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED)
+def _consumer_0(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr):
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
+    _consumer(0, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)
 
 
 @gluon.jit
-def _consumer_1(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr):
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s = buffers
-    _consumer(1, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s), barriers, kv_full, tiles, dq, dk, dv, seen, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED)
+def _consumer_1(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr):
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
+    _consumer(1, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)
 
 
 @gluon.jit
-def _producer(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr):
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s = buffers
+def _producer(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr):
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
     q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers
     lanes = gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -237,6 +260,10 @@ def _producer(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_de
         numbers = place.to(gl.int64) * BLOCK_Q + lanes
         mbarrier.wait(q_empty.index(stage), phase ^ 1)
         copy_async(lse_s.index(stage), lse + numbers)
+        if HAS_TABLE:
+            rows = tile * BLOCK_Q + lanes
+            copy_async(seen_s.index(2 * stage), seen + rows, mask=rows < n_q)
+            copy_async(seen_s.index(2 * stage + 1), seen + n_q + rows, mask=rows < n_q)
         async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
         mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
         tma_load(q_desc, [batch, tile * BLOCK_Q, head, 0], q_full.index(stage), q_s.index(stage))
@@ -256,6 +283,7 @@ def backward_kernel(
     STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, ds_layout: gl.constexpr,
 ):  # fmt: skip
     """One block of keys of one key/value head against the queries that see it."""
+    HAS_TABLE: gl.constexpr = seen is not None
     block = gl.program_id(0)
     kv_head = gl.program_id(1)
     batch = gl.program_id(2)
@@ -283,6 +311,7 @@ def backward_kernel(
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_K, BLOCK_Q], ds_layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    seen_s = gl.allocate_shared_memory(gl.int32, [2 * STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -301,9 +330,9 @@ def backward_kernel(
         mbarrier.init(ds_empty.index(slot), count=2)
     gl.warp_specialize(
         [
-            (_consumer_0, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s), (q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED)),
-            (_consumer_1, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s), (q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED)),
-            (_producer, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s), (q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED)),
+            (_consumer_0, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)),
+            (_consumer_1, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)),
+            (_producer, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)),
         ],
         [4, 1],
         [240, 24],
