@@ -17,7 +17,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_forward import _load_tiles
+from .hopper_forward import _load_tiles, _next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
 
@@ -47,34 +47,22 @@ def _add_tile(base, x, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def _place(j, n_masked, tiles, first_head, n_tiles_q):
-    """Tile of step `j`, counted over all heads: first the masked tiles of every head, then the full ones."""
-    first, full_first, full_stop, stop = tiles
-    masked = full_first - first + stop - full_stop
-    is_masked = j < n_masked
-    index = gl.where(is_masked, j, j - n_masked)
-    count = gl.where(is_masked, masked, full_stop - full_first)
-    head = index // gl.maximum(count, 1)
-    i = index - head * count
-    tile = gl.where(is_masked, gl.where(i < full_first - first, first + i, full_stop + i - (full_first - first)), full_first + i)
-    return (first_head + head) * n_tiles_q + tile
+def _next_tile(tile, place, first, stop, n_tiles_q):
+    """The tile after this one of the same head, else the first of the next head; `place` counts over all heads."""
+    last = tile == stop - 1
+    return gl.where(last, first, tile + 1), gl.where(last, place + n_tiles_q - (stop - first) + 1, place + 1)
 
 
 @gluon.jit
-def _probabilities(scores, lse, scale_log2, key, seen_s, stage, n_k, MASKED: gl.constexpr, HAS_TABLE: gl.constexpr, INIT: gl.constexpr, s_layout: gl.constexpr):
-    if MASKED:
-        if HAS_TABLE:
-            first = seen_s.index(2 * stage).load(gl.SliceLayout(0, s_layout))
-            count = seen_s.index(2 * stage + 1).load(gl.SliceLayout(0, s_layout)) - first
-            seen = (key[:, None] - first[None, :]).to(gl.uint32, bitcast=True) < count[None, :].to(gl.uint32, bitcast=True)
-        else:
-            seen = (key < n_k)[:, None] & (lse == lse)[None, :]
-        scores = gl.where(seen, scores, float("-inf"))
-    if INIT == 2:
-        p = gl.exp2(scores * scale_log2)
+def _mask(scores, key, seen_s, stage, n_k, HAS_TABLE: gl.constexpr, layout: gl.constexpr):
+    if HAS_TABLE:
+        first = seen_s.index(2 * stage).load(gl.SliceLayout(0, layout))
+        count = seen_s.index(2 * stage + 1).load(gl.SliceLayout(0, layout)) - first
+        since_first = (key[:, None] - first[None, :]).to(gl.uint32, bitcast=True)
+        scores = gl.where(since_first < count[None, :].to(gl.uint32, bitcast=True), scores, float("-inf"))
     else:
-        p = gl.exp2(scores * scale_log2 - lse[None, :])
-    return p
+        scores = gl.where((key < n_k)[:, None], scores, float("-inf"))
+    return scores
 
 
 @gluon.jit
@@ -90,139 +78,117 @@ def _start_dq(ds, k_s, zero_dq, WHO: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_
 
 @gluon.jit
 def _step(
-    j, place, place_before, n_tiles_q, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero, zero_dq,
-    WHO: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr,
+    stages, masked, place_before, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero_dq,
+    WHO: gl.constexpr, FIRST: gl.constexpr, HAS_TABLE: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     s_layout: gl.constexpr, dk_layout: gl.constexpr, dv_layout: gl.constexpr, dq_layout: gl.constexpr,
 ):  # fmt: skip
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers
+    q_full, dout_full, ds_full, free = barriers
+    stage, phase, slot, slot_phase, slot_before, slot_phase_before = stages
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
-    stage = j % STAGES
-    phase = (j // STAGES) & 1
-    slot = j % 2
     k_mine = k_s.slice(WHO * KEYS, KEYS, 0)
     v_mine = v_s.slice(WHO * KEYS, KEYS, 0)
     q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
     dout_tile = dout_s.index(stage).reshape([BLOCK_Q, BLOCK_DV])
     mbarrier.wait(q_full.index(stage), phase)
-    if INIT == 2:
-        minus_lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
-        scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), minus_lse[None, :].broadcast_to([KEYS, BLOCK_Q]), is_async=True)
-    else:
-        scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    minus_lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+    scores = minus_lse[None, :].broadcast_to([KEYS, BLOCK_Q])
+    scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), scores, is_async=True)  # [K, D] @ [D, Q] -> [K, Q]
     mbarrier.wait(dout_full.index(stage), phase)
-    if INIT:
-        minus_delta = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
-        dp = warpgroup_mma(v_mine, dout_tile.permute((1, 0)), minus_delta[None, :].broadcast_to([KEYS, BLOCK_Q]), is_async=True)
-    else:
-        dp = warpgroup_mma(v_mine, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if INIT == 2:
-        lse = gl.zeros([BLOCK_Q], gl.float32, gl.SliceLayout(0, s_layout))
-    else:
-        lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+    minus_delta = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
+    dp = minus_delta[None, :].broadcast_to([KEYS, BLOCK_Q])
+    dp = warpgroup_mma(v_mine, dout_tile.permute((1, 0)), dp, is_async=True)  # [K, DV] @ [DV, Q] -> [K, Q]
     scores = warpgroup_mma_wait(1, deps=[scores])
-    p = _probabilities(scores, lse, scale_log2, key, seen_s, stage, n_k, MASKED, HAS_TABLE, INIT, s_layout)
+    if masked:
+        scores = _mask(scores, key, seen_s, stage, n_k, HAS_TABLE, s_layout)
+    p = gl.exp2(scores * scale_log2)
     p_narrow = gl.convert_layout(p.to(q_s.dtype), gl.DotOperandLayout(0, dv_layout, 2))
-    dv = warpgroup_mma(p_narrow, dout_tile, dv, is_async=True)
-    if INIT:
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        ds = (p * dp).to(q_s.dtype)
-    else:
-        minus_delta = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        ds = (p * (dp + minus_delta[None, :])).to(q_s.dtype)
-    mbarrier.wait(ds_empty.index(slot), ((j // 2) & 1) ^ 1)
+    dv = warpgroup_mma(p_narrow, dout_tile, dv, is_async=True)  # [K, Q] @ [Q, DV] -> [K, DV]
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (p * dp).to(q_s.dtype)
     ds_s.index(slot).slice(WHO * KEYS, KEYS, 0).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot))
     ds_narrow = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
     if FIRST:
-        dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)
+        dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)  # [K, Q] @ [Q, D] -> [K, D]
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        mbarrier.arrive(dout_empty.index(stage))
-        mbarrier.arrive(q_empty.index(stage))
     else:
-        before = (j - 1) % 2
-        mbarrier.wait(ds_full.index(before), ((j - 1) // 2) & 1)
-        dq_tile = _start_dq(ds_s.index(before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
+        mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
+        dq_tile = _start_dq(ds_s.index(slot_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)
         dv, dq_tile = warpgroup_mma_wait(1, deps=[dv, dq_tile])
-        mbarrier.arrive(dout_empty.index(stage))
-        mbarrier.arrive(ds_empty.index(before))
-        if RED:
-            _add_tile(dq + place_before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
+        _add_tile(dq + place_before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
         dk = warpgroup_mma_wait(0, deps=[dk])
-        mbarrier.arrive(q_empty.index(stage))
+    mbarrier.arrive(free.index(stage))
     return dk, dv
 
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, barriers, kv_full, tiles, dq, dk_out, dv_out, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr,
+    WHO: gl.constexpr, buffers, barriers, kv_full, tiles, dq, dk_out, dv_out, n_k, n_tiles_q, first_head, heads, scale,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers
+    q_full, dout_full, ds_full, free = barriers
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
+    SLOTS: gl.constexpr = STAGES + 1
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, dk_layout)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, dv_layout)
-    zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, s_layout)
     zero_dq = gl.zeros([DQ_ROWS, DQ_COLS], gl.float32, dq_layout)
-    key = first_row + WHO * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+    first_row = gl.program_id(0) * BLOCK_K + WHO * KEYS
+    key = first_row + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
     dq += WHO * (DQ_ROWS * DQ_COLS)
     first, full_first, full_stop, stop = tiles
-    n_masked = heads * (full_first - first + stop - full_stop)
-    n_steps = heads * (stop - first)
+    tile = first
+    place = first_head * n_tiles_q + first
     mbarrier.wait(kv_full.index(0), 0)
-    before = _place(0, n_masked, tiles, first_head, n_tiles_q)
     dk, dv = _step(
-        0, before, before, n_tiles_q, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero, zero_dq,
-        WHO, True, True, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, INIT, RED, HAS_TABLE, s_layout, dk_layout, dv_layout, dq_layout,
+        (0, 0, 0, 0, 0, 0), (tile < full_first) | (tile >= full_stop), place, buffers, barriers, dk, dv, dq, key, n_k, scale * LOG2E, zero_dq,
+        WHO, True, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, dk_layout, dv_layout, dq_layout,
     )  # fmt: skip
-    for j in range(1, n_masked):
-        place = _place(j, n_masked, tiles, first_head, n_tiles_q)
+    stage, phase = _next_stage(0, 0, STAGES)
+    slot = 1
+    slot_phase = 0
+    slot_before = 0
+    slot_phase_before = 0
+    for _ in range(1, heads * (stop - first)):
+        place_before = place
+        tile, place = _next_tile(tile, place, first, stop, n_tiles_q)
         dk, dv = _step(
-            j, place, before, n_tiles_q, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero, zero_dq,
-            WHO, True, False, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, INIT, RED, HAS_TABLE, s_layout, dk_layout, dv_layout, dq_layout,
+            (stage, phase, slot, slot_phase, slot_before, slot_phase_before), (tile < full_first) | (tile >= full_stop), place_before,
+            buffers, barriers, dk, dv, dq, key, n_k, scale * LOG2E, zero_dq,
+            WHO, False, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, dk_layout, dv_layout, dq_layout,
         )  # fmt: skip
-        before = place
-    begin = gl.maximum(n_masked, 1)
-    place = _place(begin, n_masked, tiles, first_head, n_tiles_q)
-    left = full_stop - full_first - (begin - n_masked)
-    for j in range(begin, n_steps):
-        dk, dv = _step(
-            j, place, before, n_tiles_q, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero, zero_dq,
-            WHO, False, False, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, INIT, RED, HAS_TABLE, s_layout, dk_layout, dv_layout, dq_layout,
-        )  # fmt: skip
-        before = place
-        left -= 1
-        if left == 0:
-            left = full_stop - full_first
-            place += n_tiles_q - left
-        place += 1
-    slot = (n_steps - 1) % 2
-    mbarrier.wait(ds_full.index(slot), ((n_steps - 1) // 2) & 1)
-    dq_tile = _start_dq(ds_s.index(slot), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
+        stage, phase = _next_stage(stage, phase, STAGES)
+        slot_before = slot
+        slot_phase_before = slot_phase
+        slot, slot_phase = _next_stage(slot, slot_phase, SLOTS)
+    mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
+    dq_tile = _start_dq(ds_s.index(slot_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
     dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
-    _add_tile(dq + before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
-    _write(dk * scale, dk_out, first_row + WHO * KEYS, n_k, stride_ks, KEYS, BLOCK_D, D, ADD, dk_layout)
-    _write(dv, dv_out, first_row + WHO * KEYS, n_k, stride_vs, KEYS, BLOCK_DV, DV, ADD, dv_layout)
+    _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
+    _write(dk * scale, dk_out, first_row, n_k, KEYS, BLOCK_D, D, ADD, dk_layout)
+    _write(dv, dv_out, first_row, n_k, KEYS, BLOCK_DV, DV, ADD, dv_layout)
 
 
 @gluon.jit
-def _write(x, base, first_row, n_rows, stride, ROWS: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr):
+def _write(x, base, first_row, n_rows, ROWS: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr):
+    """Write, or add to, rows of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element."""
+    kv_heads = gl.num_programs(1)
+    base += (gl.program_id(2).to(gl.int64) * n_rows * kv_heads + gl.program_id(1)) * DIM
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
-    pointers = base + rows.to(gl.int64)[:, None] * stride + cols[None, :]
+    pointers = base + rows.to(gl.int64)[:, None] * (kv_heads * DIM) + cols[None, :]
     inside = (rows < n_rows)[:, None] & (cols < DIM)[None, :]
     if ADD:
         x += gl.load(pointers, mask=inside, other=0.0)
@@ -230,60 +196,60 @@ def _write(x, base, first_row, n_rows, stride, ROWS: gl.constexpr, COLS: gl.cons
 
 
 @gluon.jit
-def _consumer_0(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr):
+def _consumer_0(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, HAS_TABLE: gl.constexpr):
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    _consumer(0, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)
+    _consumer(0, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)
 
 
 @gluon.jit
-def _consumer_1(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr):
+def _consumer_1(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, HAS_TABLE: gl.constexpr):
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    _consumer(1, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)
+    _consumer(1, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)
 
 
 @gluon.jit
-def _producer(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, stride_ks, stride_vs, scale, scale_log2, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, HAS_TABLE: gl.constexpr):
+def _producer(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, HAS_TABLE: gl.constexpr):
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty = barriers
+    q_full, dout_full, ds_full, free = barriers
     lanes = gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, [batch, first_row, kv_head, 0], kv_full.index(0), k_s)
     tma_load(v_desc, [batch, first_row, kv_head, 0], kv_full.index(0), v_s)
     first, full_first, full_stop, stop = tiles
-    n_masked = heads * (full_first - first + stop - full_stop)
-    for j in range(heads * (stop - first)):
-        stage = j % STAGES
-        phase = (j // STAGES) & 1
-        place = _place(j, n_masked, tiles, first_head, n_tiles_q)
+    tile = first
+    place = first_head * n_tiles_q + first
+    stage = 0
+    phase = 0
+    for _ in range(heads * (stop - first)):
         head = place // n_tiles_q
-        tile = place - head * n_tiles_q
+        rows = tile * BLOCK_Q + lanes
         numbers = place.to(gl.int64) * BLOCK_Q + lanes
-        mbarrier.wait(q_empty.index(stage), phase ^ 1)
+        mbarrier.wait(free.index(stage), phase ^ 1)
         copy_async(lse_s.index(stage), lse + numbers)
         if HAS_TABLE:
-            rows = tile * BLOCK_Q + lanes
             copy_async(seen_s.index(2 * stage), seen + rows, mask=rows < n_q)
             copy_async(seen_s.index(2 * stage + 1), seen + n_q + rows, mask=rows < n_q)
         async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
         mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
         tma_load(q_desc, [batch, tile * BLOCK_Q, head, 0], q_full.index(stage), q_s.index(stage))
-        mbarrier.wait(dout_empty.index(stage), phase ^ 1)
         copy_async(delta_s.index(stage), delta + numbers)
         async_copy.mbarrier_arrive(dout_full.index(stage), increment_count=False)
         mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
         tma_load(dout_desc, [batch, tile * BLOCK_Q, head, 0], dout_full.index(stage), dout_s.index(stage))
+        tile, place = _next_tile(tile, place, first, stop, n_tiles_q)
+        stage, phase = _next_stage(stage, phase, STAGES)
 
 
 @gluon.jit(do_not_specialize=["n_q", "n_k", "heads_per_kv", "first_head", "heads", "n_tiles_q"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen,
-    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    n_q, n_k, n_tiles_q, heads_per_kv, first_head, heads, scale, scale_log2,
+    n_q, n_k, n_tiles_q, heads_per_kv, first_head, heads, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, ADD: gl.constexpr, INIT: gl.constexpr, RED: gl.constexpr, ds_layout: gl.constexpr,
+    STAGES: gl.constexpr, ADD: gl.constexpr, ds_layout: gl.constexpr,
 ):  # fmt: skip
     """One block of keys of one key/value head against the queries that see it."""
     HAS_TABLE: gl.constexpr = seen is not None
+    SLOTS: gl.constexpr = STAGES + 1
     block = gl.program_id(0)
     kv_head = gl.program_id(1)
     batch = gl.program_id(2)
@@ -301,38 +267,32 @@ def backward_kernel(
     lse += rows
     delta += rows
     dq += rows * BLOCK_D
-    dk += batch.to(gl.int64) * stride_kb + kv_head.to(gl.int64) * stride_kh
-    dv += batch.to(gl.int64) * stride_vb + kv_head.to(gl.int64) * stride_vh
 
     k_s = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_DV], dout_desc.layout)
-    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_K, BLOCK_Q], ds_layout)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, BLOCK_K, BLOCK_Q], ds_layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     seen_s = gl.allocate_shared_memory(gl.int32, [2 * STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dout_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=33)  # TMA, and a warp's lanes that copy lse
         mbarrier.init(dout_full.index(stage), count=33)
-        mbarrier.init(q_empty.index(stage), count=2)
-        mbarrier.init(dout_empty.index(stage), count=2)
-    for slot in gl.static_range(2):
+        mbarrier.init(free.index(stage), count=2)
+    for slot in gl.static_range(SLOTS):
         mbarrier.init(ds_full.index(slot), count=2)
-        mbarrier.init(ds_empty.index(slot), count=2)
     gl.warp_specialize(
         [
-            (_consumer_0, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)),
-            (_consumer_1, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)),
-            (_producer, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, q_empty, dout_full, dout_empty, ds_full, ds_empty), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, stride_ks, stride_vs, scale, scale_log2, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, INIT, RED, HAS_TABLE)),
+            (_consumer_0, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)),
+            (_consumer_1, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)),
+            (_producer, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)),
         ],
         [4, 1],
         [240, 24],

@@ -66,66 +66,66 @@ def _give_turn(WHO: gl.constexpr):
 
 
 @gluon.jit
-def _mask(scores, tile, seen_first, seen_last, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
+def _mask(scores, tile, seen_first, seen_count, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
     key = tile * BLOCK_K + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, s_layout))
-    seen = (key[None, :] >= seen_first[:, None]) & (key[None, :] < seen_last[:, None])
-    return gl.where(seen, scores, NEG_INF)
+    since_first = (key[None, :] - seen_first[:, None]).to(gl.uint32, bitcast=True)
+    return gl.where(since_first < seen_count[:, None].to(gl.uint32, bitcast=True), scores, NEG_INF)
 
 
 @gluon.jit
-def _softmax(scores, row_max, scale_log2, MASKED: gl.constexpr):
-    """`(p, rescale, row_max)`."""
+def _softmax(scores, row_max, scale_log2):
+    """One step of the online softmax: `(p, rescale, row_max)`; a row that has seen no key keeps max -inf."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
-    pivot = new_max
-    if MASKED:
-        pivot = gl.where(new_max == NEG_INF, 0.0, new_max)
+    pivot = gl.where(new_max == NEG_INF, 0.0, new_max)
     p = gl.exp2(scores * scale_log2 - pivot[:, None])
     return p, gl.exp2(row_max - pivot), new_max
 
 
 @gluon.jit
-def _row_sums(p, ROWS: gl.constexpr, COLS: gl.constexpr, LAZY: gl.constexpr):
-    """Sums of rows, each left in the 4 threads that share it (`[ROWS, 4]`)."""
-    if LAZY:
-        sums = gl.sum(gl.sum(gl.reshape(p, [ROWS, COLS // 8, 4, 2]), 3), 1)
-    else:
-        sums = gl.sum(p, 1)
-    return sums
+def _next_stage(stage, phase, STAGES: gl.constexpr):
+    """The stage after this one, and its phase: which of its uses the barriers count, 0 or 1."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _start_scores(q, k_s, stage, zero, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr):
+    """[Q, D] @ [D, K] -> [Q, K]"""
+    k_tile = k_s.index(stage).reshape([BLOCK_K, BLOCK_D])
+    return warpgroup_mma(q, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_out(p, v_s, stage, acc, BLOCK_K: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """[Q, K] @ [K, DV] -> [Q, DV]"""
+    return warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
 
 
 @gluon.jit
 def _step(
-    i, tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_last, scale_log2,
-    WHO: gl.constexpr, MASKED: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr,
-    s_layout: gl.constexpr, o_layout: gl.constexpr,
+    i, n_masked, stages, tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_count, scale_log2,
+    WHO: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile `i` start, then P V of the tile before it; softmax of tile `i` runs beside that product."""
-    k_full, k_empty, v_full, v_empty = barriers
+    """The scores of tile `i` start, then P V of the tile before it; the softmax of tile `i` runs beside that product."""
+    k_full, v_full, free = barriers
     acc, p, row_max, row_sum = state
-    stage = i % STAGES
-    before = (i - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
+    stage, phase, before, phase_before = stages
+    mbarrier.wait(k_full.index(stage), phase)
     if PINGPONG:
         _wait_turn(WHO)
-    scores = warpgroup_mma(q, k_s.index(stage).reshape([BLOCK_K, BLOCK_D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-    acc = warpgroup_mma(p, v_s.index(before).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
+    scores = _start_scores(q, k_s, stage, zero, BLOCK_K, BLOCK_D)
+    mbarrier.wait(v_full.index(before), phase_before)
+    acc = _start_out(p, v_s, before, acc, BLOCK_K, BLOCK_DV)
     if PINGPONG:
         _give_turn((WHO + 1) % CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    mbarrier.arrive(k_empty.index(stage))
-    if MASKED:
-        scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_last, BLOCK_K, s_layout)
-    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2, MASKED)
-    if LAZY:
-        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + _row_sums(p_wide, ROWS, BLOCK_K, LAZY)
-    else:
-        row_sum = row_sum * rescale + gl.sum(p_wide, 1)
-    if FENCE:
-        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    if i < n_masked:
+        scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_count, BLOCK_K, s_layout)
+    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
+    row_sum = row_sum * rescale + gl.sum(p_wide, 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_empty.index(before))
+    mbarrier.arrive(free.index(stage))
     p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
     return acc, p, row_max, row_sum
@@ -135,20 +135,20 @@ def _step(
 def _consumer(
     WHO: gl.constexpr, buffers, barriers, q_full, tiles, out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: ROWS queries against all tiles."""
     q_s, k_s, v_s = buffers
-    k_full, k_empty, v_full, v_empty = barriers
+    k_full, v_full, free = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     if seen is None:
         seen_first = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, s_layout))
-        seen_last = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, s_layout)) + n_k
+        seen_count = seen_first + n_k
     else:
         seen_first = gl.load(seen + rows, mask=rows < n_q, other=0)
-        seen_last = gl.load(seen + n_q + rows, mask=rows < n_q, other=0)
+        seen_count = gl.load(seen + n_q + rows, mask=rows < n_q, other=0) - seen_first
     first, full_first, full_stop, stop = tiles
     n_tiles = stop - first
     n_masked = n_tiles - (full_stop - full_first)
@@ -164,37 +164,35 @@ def _consumer(
             _give_turn(0)
         _wait_turn(WHO)
     mbarrier.wait(k_full.index(0), 0)
-    scores = warpgroup_mma(q, k_s.index(0).reshape([BLOCK_K, BLOCK_D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = _start_scores(q, k_s, 0, zero, BLOCK_K, BLOCK_D)
     if PINGPONG:
         _give_turn((WHO + 1) % CONSUMERS)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(0))
-    scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_last, BLOCK_K, s_layout)
+    mbarrier.arrive(free.index(0))
+    scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
-    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2, True)
-    row_sum = _row_sums(p_wide, ROWS, BLOCK_K, LAZY)
+    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
+    row_sum = gl.sum(p_wide, 1)
     p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
     state = (acc, p, row_max, row_sum)
-    for i in range(1, n_masked):
+    before = 0
+    phase_before = 0
+    stage, phase = _next_stage(before, phase_before, STAGES)
+    for i in range(1, n_tiles):
         state = _step(
-            i, tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_last, scale_log2, WHO, True,
-            ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, CONSUMERS, PINGPONG, LAZY, FENCE, s_layout, o_layout,
+            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_count,
+            scale_log2, WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
         )  # fmt: skip
-    for i in range(gl.maximum(n_masked, 1), n_tiles):
-        state = _step(
-            i, tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_last, scale_log2, WHO, False,
-            ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, CONSUMERS, PINGPONG, LAZY, FENCE, s_layout, o_layout,
-        )  # fmt: skip
+        before = stage
+        phase_before = phase
+        stage, phase = _next_stage(stage, phase, STAGES)
     acc, p, row_max, row_sum = state
-    stage = (n_tiles - 1) % STAGES
-    mbarrier.wait(v_full.index(stage), ((n_tiles - 1) // STAGES) & 1)
-    acc = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
+    mbarrier.wait(v_full.index(before), phase_before)
+    acc = _start_out(p, v_s, before, acc, BLOCK_K, BLOCK_DV)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
-    if LAZY:
-        row_sum = gl.sum(row_sum, 1)
     row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, o_layout))
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
@@ -231,39 +229,50 @@ def _write(acc, row_max, row_sum, out, lse, rows, n_q, stride_os, BLOCK_DV: gl.c
 
 
 @gluon.jit
-def _consumer_0(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr):
-    _consumer(0, buffers, barriers, q_full, tiles, out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)
+def _consumer_0(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
+    _consumer(0, buffers, barriers, q_full, tiles, out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
 
 
 @gluon.jit
-def _consumer_1(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr):
-    _consumer(1, buffers, barriers, q_full, tiles, out, lse, seen, first_row + ROWS, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)
+def _consumer_1(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
+    _consumer(1, buffers, barriers, q_full, tiles, out, lse, seen, first_row + ROWS, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
 
 
 @gluon.jit
-def _consumer_2(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr):
-    _consumer(2, buffers, barriers, q_full, tiles, out, lse, seen, first_row + 2 * ROWS, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)
+def _consumer_2(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
+    _consumer(2, buffers, barriers, q_full, tiles, out, lse, seen, first_row + 2 * ROWS, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
 
 
 @gluon.jit
-def _producer(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr):
+def _producer(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
     """One warp: loads the queries once, then tile after tile of keys and values into the stages as they fall empty."""
     q_s, k_s, v_s = buffers
-    k_full, k_empty, v_full, v_empty = barriers
+    k_full, v_full, free = barriers
     first, full_first, full_stop, stop = tiles
     for who in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes)
         tma_load(q_desc, [batch, first_row + who * ROWS, head, 0], q_full.index(who), q_s.index(who))
-    for i in range(stop - first):
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        row = _tile_at(i, tiles) * BLOCK_K
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        tma_load(k_desc, [batch, row, kv_head, 0], k_full.index(stage), k_s.index(stage))
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+    n_tiles = stop - first
+    stage = 0
+    phase = 0
+    row = _tile_at(0, tiles) * BLOCK_K
+    mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes)
+    tma_load(k_desc, [batch, row, kv_head, 0], k_full.index(0), k_s.index(0))
+    for i in range(n_tiles):
+        next_stage, next_phase = _next_stage(stage, phase, STAGES)
+        # what the stage of keys i + 1 held, and of values i, was last used in step i + 1 - STAGES
+        mbarrier.wait(free.index(next_stage), next_phase ^ 1)
+        if i + 1 < n_tiles:
+            next_row = _tile_at(i + 1, tiles) * BLOCK_K
+            mbarrier.expect(k_full.index(next_stage), k_desc.block_type.nbytes)
+            tma_load(k_desc, [batch, next_row, kv_head, 0], k_full.index(next_stage), k_s.index(next_stage))
+        else:
+            next_row = 0
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
         tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(stage), v_s.index(stage))
+        stage = next_stage
+        phase = next_phase
+        row = next_row
 
 
 @gluon.jit(do_not_specialize=["n_q", "n_k", "heads_per_kv", "heads_together"])
@@ -271,7 +280,7 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out, lse, ranges, seen,
     stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, heads_per_kv, heads_together, scale_log2,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, LAZY: gl.constexpr, FENCE: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head against the keys it sees."""
     # heads_together heads at a time, so that their keys stay in L2; their blocks from the last, longest when causal
@@ -297,23 +306,21 @@ def forward_kernel(
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for who in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(who), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(free.index(stage), count=CONSUMERS)
 
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer_0, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
-                (_consumer_1, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
-                (_producer, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
+                (_consumer_0, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer_1, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_producer, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
             ],
             [4, 1],
             [240, 24],
@@ -321,10 +328,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer_0, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
-                (_consumer_1, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
-                (_consumer_2, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
-                (_producer, ((q_s, k_s, v_s), (k_full, k_empty, v_full, v_empty), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG, LAZY, FENCE)),
+                (_consumer_0, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer_1, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer_2, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_producer, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
             ],
             [4, 4, 1],
             [160, 160, 32],
