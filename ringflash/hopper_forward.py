@@ -132,14 +132,28 @@ def _step(
 
 
 @gluon.jit
-def _consumer(
-    WHO: gl.constexpr, buffers, barriers, q_full, tiles, out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2,
+def _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together):
+    """`(batch, head, kv_head, block)` of a piece of work: `heads_together` heads at a time, so that their keys stay in
+    L2, and their blocks from the last one, which is the longest when causal."""
+    batch = work // (n_blocks * n_heads)
+    place = work - batch * (n_blocks * n_heads)
+    group = place // (n_blocks * heads_together)
+    place -= group * (n_blocks * heads_together)
+    in_group = gl.minimum(heads_together, n_heads - group * heads_together)
+    turn = place // in_group
+    head = group * heads_together + place - turn * in_group
+    return batch, head, head // heads_per_kv, n_blocks - 1 - turn
+
+
+@gluon.jit
+def _attend_block(
+    WHO: gl.constexpr, stage, phase, q_phase, buffers, barriers, tiles, out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: ROWS queries against all tiles."""
+    """ROWS queries against all tiles. Returns the stage and phase that come next."""
     q_s, k_s, v_s = buffers
-    k_full, v_full, free = barriers
+    q_full, q_empty, k_full, v_full, free = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
@@ -155,20 +169,20 @@ def _consumer(
 
     # the first tile: scores and softmax alone
     q = q_s.index(WHO).reshape([ROWS, BLOCK_D])
-    mbarrier.wait(q_full.index(WHO), 0)
+    mbarrier.wait(q_full.index(WHO), q_phase)
     if Q_IN_REGISTERS:
         q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+        fence_async_shared()
+        mbarrier.arrive(q_empty.index(WHO))
     zero = gl.zeros([ROWS, BLOCK_K], gl.float32, s_layout)
+    mbarrier.wait(k_full.index(stage), phase)
     if PINGPONG:
-        if WHO == CONSUMERS - 1:
-            _give_turn(0)
         _wait_turn(WHO)
-    mbarrier.wait(k_full.index(0), 0)
-    scores = _start_scores(q, k_s, 0, zero, BLOCK_K, BLOCK_D)
+    scores = _start_scores(q, k_s, stage, zero, BLOCK_K, BLOCK_D)
     if PINGPONG:
         _give_turn((WHO + 1) % CONSUMERS)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(free.index(0))
+    mbarrier.arrive(free.index(stage))
     scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
     p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
@@ -177,17 +191,19 @@ def _consumer(
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
     state = (acc, p, row_max, row_sum)
-    before = 0
-    phase_before = 0
-    stage, phase = _next_stage(before, phase_before, STAGES)
+    before = stage
+    phase_before = phase
+    stage, phase = _next_stage(stage, phase, STAGES)
     for i in range(1, n_tiles):
         state = _step(
-            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_count,
+            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, (k_full, v_full, free), state, zero, seen_first, seen_count,
             scale_log2, WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
         )  # fmt: skip
         before = stage
         phase_before = phase
         stage, phase = _next_stage(stage, phase, STAGES)
+    if not Q_IN_REGISTERS:
+        mbarrier.arrive(q_empty.index(WHO))
     acc, p, row_max, row_sum = state
     mbarrier.wait(v_full.index(before), phase_before)
     acc = _start_out(p, v_s, before, acc, BLOCK_K, BLOCK_DV)
@@ -197,6 +213,34 @@ def _consumer(
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
     _write(acc, row_max, row_sum, out, lse, rows, n_q, stride_os, BLOCK_DV, DV, MERGE, o_layout)
+    return stage, phase
+
+
+@gluon.jit
+def _consumer(
+    WHO: gl.constexpr, buffers, barriers, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work,
+    heads_per_kv, heads_together, scale_log2,
+    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: its share of the queries of every piece of work."""
+    if PINGPONG:
+        if WHO == CONSUMERS - 1:
+            _give_turn(0)
+    stage = 0
+    phase = 0
+    q_phase = 0
+    for work in range(gl.program_id(0), n_work, gl.num_programs(0)):
+        batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
+        first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
+        if not (MERGE and nothing):  # merging the identity
+            stage, phase = _attend_block(
+                WHO, stage, phase, q_phase, buffers, barriers, (first, full_first, full_stop, stop),
+                out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh, lse + (batch.to(gl.int64) * n_heads + head) * n_q,
+                seen, (block * CONSUMERS + WHO) * ROWS, n_q, n_k, stride_os, scale_log2,
+                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+            )  # fmt: skip
+            q_phase ^= 1
 
 
 @gluon.jit
@@ -229,87 +273,76 @@ def _write(acc, row_max, row_sum, out, lse, rows, n_q, stride_os, BLOCK_DV: gl.c
 
 
 @gluon.jit
-def _consumer_0(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
-    _consumer(0, buffers, barriers, q_full, tiles, out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
+def _consumer_0(buffers, barriers, q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
+    _consumer(0, buffers, barriers, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
 
 
 @gluon.jit
-def _consumer_1(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
-    _consumer(1, buffers, barriers, q_full, tiles, out, lse, seen, first_row + ROWS, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
+def _consumer_1(buffers, barriers, q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
+    _consumer(1, buffers, barriers, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
 
 
 @gluon.jit
-def _consumer_2(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
-    _consumer(2, buffers, barriers, q_full, tiles, out, lse, seen, first_row + 2 * ROWS, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
+def _consumer_2(buffers, barriers, q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
+    _consumer(2, buffers, barriers, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
 
 
 @gluon.jit
-def _producer(buffers, barriers, q_full, tiles, q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
-    """One warp: loads the queries once, then tile after tile of keys and values into the stages as they fall empty."""
+def _producer(buffers, barriers, q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
+    """One warp: loads the queries of every piece of work, and tile after tile of its keys and values, as room falls free."""
     q_s, k_s, v_s = buffers
-    k_full, v_full, free = barriers
-    first, full_first, full_stop, stop = tiles
-    for who in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes)
-        tma_load(q_desc, [batch, first_row + who * ROWS, head, 0], q_full.index(who), q_s.index(who))
-    n_tiles = stop - first
+    q_full, q_empty, k_full, v_full, free = barriers
     stage = 0
     phase = 0
-    row = _tile_at(0, tiles) * BLOCK_K
-    mbarrier.expect(k_full.index(0), k_desc.block_type.nbytes)
-    tma_load(k_desc, [batch, row, kv_head, 0], k_full.index(0), k_s.index(0))
-    for i in range(n_tiles):
-        next_stage, next_phase = _next_stage(stage, phase, STAGES)
-        # what the stage of keys i + 1 held, and of values i, was last used in step i + 1 - STAGES
-        mbarrier.wait(free.index(next_stage), next_phase ^ 1)
-        if i + 1 < n_tiles:
-            next_row = _tile_at(i + 1, tiles) * BLOCK_K
-            mbarrier.expect(k_full.index(next_stage), k_desc.block_type.nbytes)
-            tma_load(k_desc, [batch, next_row, kv_head, 0], k_full.index(next_stage), k_s.index(next_stage))
-        else:
-            next_row = 0
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(stage), v_s.index(stage))
-        stage = next_stage
-        phase = next_phase
-        row = next_row
+    q_phase = 0
+    for work in range(gl.program_id(0), n_work, gl.num_programs(0)):
+        batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
+        first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
+        if not (MERGE and nothing):
+            tiles = (first, full_first, full_stop, stop)
+            n_tiles = stop - first
+            for who in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(who), q_phase ^ 1)
+                mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes)
+                tma_load(q_desc, [batch, (block * CONSUMERS + who) * ROWS, head, 0], q_full.index(who), q_s.index(who))
+            row = _tile_at(0, tiles) * BLOCK_K
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            tma_load(k_desc, [batch, row, kv_head, 0], k_full.index(stage), k_s.index(stage))
+            for i in range(n_tiles):
+                next_stage, next_phase = _next_stage(stage, phase, STAGES)
+                next_row = _tile_at(i + 1, tiles) * BLOCK_K
+                if i + 1 < n_tiles:
+                    mbarrier.wait(free.index(next_stage), next_phase ^ 1)
+                    mbarrier.expect(k_full.index(next_stage), k_desc.block_type.nbytes)
+                    tma_load(k_desc, [batch, next_row, kv_head, 0], k_full.index(next_stage), k_s.index(next_stage))
+                mbarrier.wait(free.index(next_stage), next_phase ^ 1)
+                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(stage), v_s.index(stage))
+                stage = next_stage
+                phase = next_phase
+                row = next_row
+            q_phase ^= 1
 
 
-@gluon.jit(do_not_specialize=["n_q", "n_k", "heads_per_kv", "heads_together"])
+@gluon.jit(do_not_specialize=["n_q", "n_k", "n_blocks", "n_heads", "n_work", "heads_per_kv", "heads_together"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out, lse, ranges, seen,
-    stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, heads_per_kv, heads_together, scale_log2,
-    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+    stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
+    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head against the keys it sees."""
-    # heads_together heads at a time, so that their keys stay in L2; their blocks from the last, longest when causal
-    group = gl.program_id(0) // (n_blocks * heads_together)
-    place = gl.program_id(0) % (n_blocks * heads_together)
-    in_group = gl.minimum(heads_together, n_heads - group * heads_together)
-    head_index = group * heads_together + place % in_group
-    block = n_blocks - 1 - place // in_group
-    batch = gl.program_id(1)
-    head = head_index
-    kv_head = head // heads_per_kv
-    first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
-    if MERGE:
-        if nothing:  # merging the identity
-            return
-    first_row = block * (ROWS * CONSUMERS)
-    head_rows = batch.to(gl.int64) * n_heads + head
-    out += batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-    lse += head_rows * n_q
-
+    """Blocks of queries of one head each against the keys they see; a program takes every `num_programs`-th of them."""
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for who in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(who), count=1)
+        mbarrier.init(q_empty.index(who), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
@@ -318,9 +351,9 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer_0, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_consumer_1, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_producer, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer_0, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer_1, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_producer, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
             ],
             [4, 1],
             [240, 24],
@@ -328,10 +361,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer_0, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_consumer_1, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_consumer_2, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_producer, ((q_s, k_s, v_s), (k_full, v_full, free), q_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, out, lse, seen, batch, head, kv_head, first_row, n_q, n_k, stride_os, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer_0, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer_1, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer_2, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_producer, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
             ],
             [4, 4, 1],
             [160, 160, 32],
