@@ -79,7 +79,7 @@ def _start_dq(ds, k_s, zero_dq, WHO: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_
 @gluon.jit
 def _step(
     stages, masked, place_before, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero_dq,
-    WHO: gl.constexpr, FIRST: gl.constexpr, HAS_TABLE: gl.constexpr,
+    WHO: gl.constexpr, FIRST: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     s_layout: gl.constexpr, dk_layout: gl.constexpr, dv_layout: gl.constexpr, dq_layout: gl.constexpr,
 ):  # fmt: skip
@@ -109,11 +109,12 @@ def _step(
     dv = warpgroup_mma(p_narrow, dout_tile, dv, is_async=True)  # [K, Q] @ [Q, DV] -> [K, DV]
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (p * dp).to(q_s.dtype)
-    ds_s.index(slot).slice(WHO * KEYS, KEYS, 0).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(slot))
+    if WITH_DQ:
+        ds_s.index(slot).slice(WHO * KEYS, KEYS, 0).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(slot))
     ds_narrow = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
-    if FIRST:
+    if FIRST or not WITH_DQ:
         dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)  # [K, Q] @ [Q, D] -> [K, D]
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
     else:
@@ -130,7 +131,7 @@ def _step(
 @gluon.jit
 def _consumer(
     WHO: gl.constexpr, buffers, barriers, kv_full, tiles, dq, dk_out, dv_out, n_k, n_tiles_q, first_head, heads, scale,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, HAS_TABLE: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
     q_full, dout_full, ds_full, free = barriers
@@ -154,7 +155,7 @@ def _consumer(
     mbarrier.wait(kv_full.index(0), 0)
     dk, dv = _step(
         (0, 0, 0, 0, 0, 0), (tile < full_first) | (tile >= full_stop), place, buffers, barriers, dk, dv, dq, key, n_k, scale * LOG2E, zero_dq,
-        WHO, True, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, dk_layout, dv_layout, dq_layout,
+        WHO, True, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, dk_layout, dv_layout, dq_layout,
     )  # fmt: skip
     stage, phase = _next_stage(0, 0, STAGES)
     slot = 1
@@ -167,16 +168,17 @@ def _consumer(
         dk, dv = _step(
             (stage, phase, slot, slot_phase, slot_before, slot_phase_before), (tile < full_first) | (tile >= full_stop), place_before,
             buffers, barriers, dk, dv, dq, key, n_k, scale * LOG2E, zero_dq,
-            WHO, False, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, dk_layout, dv_layout, dq_layout,
+            WHO, False, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, dk_layout, dv_layout, dq_layout,
         )  # fmt: skip
         stage, phase = _next_stage(stage, phase, STAGES)
         slot_before = slot
         slot_phase_before = slot_phase
         slot, slot_phase = _next_stage(slot, slot_phase, SLOTS)
-    mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
-    dq_tile = _start_dq(ds_s.index(slot_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
-    dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
-    _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
+    if WITH_DQ:
+        mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
+        dq_tile = _start_dq(ds_s.index(slot_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
+        dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
+        _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
     _write(dk * scale, dk_out, first_row, n_k, KEYS, BLOCK_D, D, ADD, dk_layout)
     _write(dv, dv_out, first_row, n_k, KEYS, BLOCK_DV, DV, ADD, dv_layout)
 
@@ -196,19 +198,19 @@ def _write(x, base, first_row, n_rows, ROWS: gl.constexpr, COLS: gl.constexpr, D
 
 
 @gluon.jit
-def _consumer_0(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, HAS_TABLE: gl.constexpr):
+def _consumer_0(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr):
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    _consumer(0, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)
+    _consumer(0, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)
 
 
 @gluon.jit
-def _consumer_1(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, HAS_TABLE: gl.constexpr):
+def _consumer_1(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr):
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    _consumer(1, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)
+    _consumer(1, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)
 
 
 @gluon.jit
-def _producer(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, HAS_TABLE: gl.constexpr):
+def _producer(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr):
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
     q_full, dout_full, ds_full, free = barriers
     lanes = gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -245,7 +247,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen,
     n_q, n_k, n_tiles_q, heads_per_kv, first_head, heads, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, ADD: gl.constexpr, ds_layout: gl.constexpr,
+    STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, ds_layout: gl.constexpr,
 ):  # fmt: skip
     """One block of keys of one key/value head against the queries that see it."""
     HAS_TABLE: gl.constexpr = seen is not None
@@ -290,9 +292,9 @@ def backward_kernel(
         mbarrier.init(ds_full.index(slot), count=2)
     gl.warp_specialize(
         [
-            (_consumer_0, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)),
-            (_consumer_1, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)),
-            (_producer, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, HAS_TABLE)),
+            (_consumer_0, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)),
+            (_consumer_1, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)),
+            (_producer, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)),
         ],
         [4, 1],
         [240, 24],

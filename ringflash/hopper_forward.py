@@ -132,6 +132,15 @@ def _step(
 
 
 @gluon.jit
+def _turn_of(turn):
+    """The piece of work that this program takes at its `turn`: programs in order, then in reverse, and so on, so that
+    none always gets the longest of a round."""
+    programs = gl.num_programs(0)
+    place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    return turn * programs + place
+
+
+@gluon.jit
 def _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together):
     """`(batch, head, kv_head, block)` of a piece of work: `heads_together` heads at a time, so that their keys stay in
     L2, and their blocks from the last one, which is the longest when causal."""
@@ -230,10 +239,11 @@ def _consumer(
     stage = 0
     phase = 0
     q_phase = 0
-    for work in range(gl.program_id(0), n_work, gl.num_programs(0)):
+    for turn in range((n_work + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        work = gl.minimum(_turn_of(turn), n_work - 1)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
         first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
-        if not (MERGE and nothing):  # merging the identity
+        if (_turn_of(turn) < n_work) & (not MERGE or not nothing):  # else past the end, or merging the identity
             stage, phase = _attend_block(
                 WHO, stage, phase, q_phase, buffers, barriers, (first, full_first, full_stop, stop),
                 out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh, lse + (batch.to(gl.int64) * n_heads + head) * n_q,
@@ -295,10 +305,11 @@ def _producer(buffers, barriers, q_desc, k_desc, v_desc, out, lse, ranges, seen,
     stage = 0
     phase = 0
     q_phase = 0
-    for work in range(gl.program_id(0), n_work, gl.num_programs(0)):
+    for turn in range((n_work + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        work = gl.minimum(_turn_of(turn), n_work - 1)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
         first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
-        if not (MERGE and nothing):
+        if (_turn_of(turn) < n_work) & (not MERGE or not nothing):  # else past the end, or merging the identity
             tiles = (first, full_first, full_stop, stop)
             n_tiles = stop - first
             for who in gl.static_range(CONSUMERS):
