@@ -77,7 +77,8 @@ def flash_attention(
         window: `(left, right)`: a query at position `p` sees keys at `p - left` to `p + right`; `None` or -1 leaves a
             side open. With `causal` a key must be visible under both: `right` counts as 0.
         cu_seqlens, softcap, sinks, dropout_p: not built yet; anything but the default raises `NotImplementedError`.
-        deterministic: bitwise-equal gradients from run to run. Every backend built so far is always deterministic.
+        deterministic: bitwise-equal gradients from run to run. On Hopper GPUs (fp16 and bf16, head dims up to 128) that
+            takes a slower backward pass: the default one adds to dQ in any order. Elsewhere gradients always are.
         return_lse: return the log-sum-exp too.
         backend: "triton" (NVIDIA GPUs; fp16, bf16, fp32), "torch" (blockwise, any device and dtype), or "auto": triton
             where it can run, else torch.
@@ -101,7 +102,7 @@ def flash_attention(
     left, right = _check_options(causal, window, cu_seqlens, softcap, sinks, dropout_p)
     scale = _check_scale(scale, q)
     backend = ops.pick_backend(backend, q.device, q.dtype)
-    out, lse = ops.attention(q, k, v, scale, left, right, backend, "", "", 0, "")
+    out, lse = ops.attention(q, k, v, scale, left, right, backend, "", "", 0, "", deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -194,7 +195,9 @@ def ring_attention(
         if not torch.compiler.is_compiling():  # a tracer runs nothing; the call that it gives up runs again without it
             ops.refuse(ranks, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
         raise
-    out, lse = ops.attention(q, k, v, scale, left, right, backend, ranks.group_name, layout, seq_len, transport)
+    out, lse = ops.attention(
+        q, k, v, scale, left, right, backend, ranks.group_name, layout, seq_len, transport, deterministic
+    )
     return (out, lse) if return_lse else out
 
 

@@ -2,8 +2,10 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
 # (jitted code is Triton's language, not Python's types)
-"""Local attention in Triton: one launch per visit forward, two backward (more where sums are long), in every layout
-and under every mask.
+"""Local attention in Triton: the backend's four functions, which pick the kernels, and the portable kernels.
+
+`kernel_of` says which kernels a pass gets: those for Hopper GPUs (hopper_kernel.py), or the portable ones below: one
+launch per visit forward, two backward (more where sums are long), in every layout and under every mask.
 
 Legend: `q_bshd`, `k_bsgd`, `v_bsgd`, `out_bshd`; `lse_bhs` natural log, fp32; `delta_bhs` fp32. In a kernel, scores are
 in base 2 (`LOG2E` folded into the scale), and rows are indices into a shard. Products are written with their shapes:
@@ -19,22 +21,17 @@ Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on 
 for the whole loop. dQ takes that where registers last: the left operands of S and dP then cost no shared memory reads,
 which bound those products at 64 keys a tile.
 
-Note [Long sums]. Tensor cores truncate when they accumulate, so a sum's error grows with its length: on an H200, dK
-over 4 heads x 65536 queries was 1.4 times as wrong in fp16 as over one head's, dQ over a million keys 1.13 times as
-wrong in bf16 as FlashAttention-2's. So one launch backward sums over LONGEST_SUM rows at most, and launches add in
-memory, which rounds.
-
 Note [Two kernels backward]. dK/dV of a block of keys, then dQ of a block of queries: seven products instead of five,
 but each result is owned by one program, so sums are in place, in fp32 and in one order: always deterministic, and no
 two programs add to one element. dQ goes first: the dK/dV that the ring brings may still be on its way.
 """
 
+import importlib.util
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import triton
@@ -42,15 +39,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .mask import Mask
+from .launch import aligned, batches_of, capability_of, launches_of, ranges_of, seen_rows_of, sums_of, tma_strides
 from .merge import Partial
-from .plan import TABLE_BYTES, Visit, keep_by_bytes
+from .plan import Visit
+
+if TYPE_CHECKING:
+    from . import hopper_kernel
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
 NEG_INF = tl.constexpr(float("-inf"))
-LONGEST_SUM = 2**16  # rows: see Note [Long sums]
-MOST_BATCHES = 2**16 - 1  # of one launch: what CUDA takes as a grid's third dimension
+Kernels = Literal["hopper", "portable"]
 # Arguments whose values differ from visit to visit: a kernel is not compiled anew for each that is 1 or divides by 16.
 NUMBERS = ["n_q", "n_k", "low", "high", "heads_per_kv", "first_head", "n_heads"]
 
@@ -510,7 +509,49 @@ def _padded(dim: int) -> int:
     return max(1 << (dim - 1).bit_length(), 16)
 
 
-# Launchers: the backend's three functions ---------------------------------------------------------------------------
+# The backend's four functions ---------------------------------------------------------------------------------------
+
+
+def _find_gluon() -> bool:
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+HAS_GLUON = _find_gluon()
+
+
+def kernel_of(
+    which: Literal["forward", "backward"],
+    head_dim: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    *,
+    deterministic: bool = False,
+) -> Kernels:
+    """The kernels that a pass gets: a pure function, so every rank makes the same choice.
+
+    "hopper" (compute capability 9.0, fp16 and bf16) up to head dim 256 forward and 128 backward. Its backward adds to
+    dQ in whatever order programs come, so `deterministic` takes "portable", whose sums have one order.
+    """
+    widest = {"forward": 256, "backward": 128}[which]
+    fits = capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and max(head_dim, v_dim) <= widest
+    ordered = which == "backward" and deterministic
+    return "hopper" if HAS_GLUON and fits and not ordered else "portable"
+
+
+class Started(NamedTuple):
+    """A backward pass by the portable kernels."""
+
+    lse: Tensor  # fp32 (b, h, s)
+    delta: Tensor  # fp32 (b, h, s)
+    dq: Tensor  # (b, s, h, d): the sum so far
+    dtype: torch.dtype  # of dq in the end
+
+    def of(self, batches: slice) -> "Started":
+        return Started(self.lse[batches], self.delta[batches], self.dq[batches], self.dtype)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
@@ -520,11 +561,84 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
             into.out.zero_()
             into.lse.fill_(NEG_INF.value)
         return
-    if q.shape[0] > MOST_BATCHES:
-        for part in _batches(q):
+    parts = batches_of(q)
+    if len(parts) > 1:
+        for part in parts:
             forward(q[part], k[part], v[part], visit, scale, Partial(into.out[part], into.lse[part]), first)
+    elif kernel_of("forward", q.shape[3], v.shape[3], q.dtype, capability_of(q.device)) == "hopper":
+        from . import hopper_kernel
+
+        hopper_kernel.forward(q, k, v, visit, scale, into, first)
+    else:
+        _forward(q, k, v, visit, scale, into, first)
+
+
+def start_backward(
+    q: Tensor,
+    result: Partial,
+    dout: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    sums: torch.dtype,
+    *,
+    deterministic: bool = False,
+) -> "Started | hopper_kernel.Started":
+    """What the visits of a backward pass share. As `reference.start_backward`; `deterministic` as in `kernel_of`."""
+    dims = q.shape[3], dout.shape[3]
+    kernel = kernel_of("backward", *dims, q.dtype, capability_of(q.device), deterministic=deterministic)
+    if kernel == "hopper" and q.numel():
+        from . import hopper_kernel
+
+        return hopper_kernel.start_backward(q, result, dout, dlse, scale)
+    dq = torch.empty(q.shape, dtype=sums, device=q.device)
+    return Started(result.lse, _compute_delta(result.out, dout, dlse), dq, q.dtype)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    state: "Started | hopper_kernel.Started",
+    visit: Visit,
+    scale: float,
+    take_dkv: Callable[[], tuple[Tensor, Tensor]],
+    first: bool,
+) -> None:
+    """One shard's share of the gradients. As `reference.backward`."""
+    if k.numel() == 0 or q.numel() == 0:
+        results = state.dq, *take_dkv()
+        for result in results if first else ():
+            result.zero_()
         return
-    q, k, v = map(_aligned, (q, k, v))
+    parts = batches_of(q)
+    if len(parts) > 1:
+        dk, dv = take_dkv()
+        for part in parts:
+            inputs = (x[part] for x in (q, k, v, dout))
+            backward(*inputs, state.of(part), visit, scale, lambda part=part: (dk[part], dv[part]), first)
+    elif isinstance(state, Started):
+        _backward(q, k, v, dout, state, visit, scale, take_dkv, first)
+    else:
+        from . import hopper_kernel
+
+        hopper_kernel.backward(q, k, v, dout, state, visit, scale, take_dkv, first)
+
+
+def finish_backward(state: "Started | hopper_kernel.Started") -> Tensor:
+    """dQ of the whole pass, in q's dtype."""
+    if isinstance(state, Started):
+        return state.dq.to(state.dtype)
+    from . import hopper_kernel
+
+    return hopper_kernel.finish_backward(state)
+
+
+# Launchers of the portable kernels ----------------------------------------------------------------------------------
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
+    q, k, v = map(aligned, (q, k, v))
     tile = _tiles(q, v).forward
     shape = _shape(q, k, v, tile)
     _forward_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
@@ -533,8 +647,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
         v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
         out=into.out,
         lse=into.lse,
-        ranges=_ranges(visit, "queries", tile.block_q, q.device),
-        seen_rows=_seen_rows(visit, q.device),
+        ranges=ranges_of(visit, "queries", tile.block_q, q.device),
+        seen_rows=seen_rows_of(visit, q.device),
         n_q=q.shape[1],
         n_k=k.shape[1],
         scale_log2=scale * LOG2E.value,
@@ -544,17 +658,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     )
 
 
-def compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """`delta = rowsum(dout * out) - dlse`, fp32 `(b, h, s)`. As `reference.compute_delta`."""
+def _compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """`delta = rowsum(dout * out) - dlse`, fp32 `(b, h, s)`."""
     b, s, h, dim = out.shape
     delta = torch.empty(b, h, s, dtype=torch.float32, device=out.device)
     if delta.numel() == 0:
         return delta
-    if b > MOST_BATCHES:
-        for part in _batches(out):
-            delta[part] = compute_delta(out[part], dout[part], None if dlse is None else dlse[part])
+    parts = batches_of(out)
+    if len(parts) > 1:
+        for part in parts:
+            delta[part] = _compute_delta(out[part], dout[part], None if dlse is None else dlse[part])
         return delta
-    out, dout = _aligned(out), _aligned(dout)
+    out, dout = aligned(out), aligned(dout)
     lse_strides = (0, 0, 0) if dlse is None else dlse.stride()
     _delta_kernel[(triton.cdiv(s, 64), h, b)](
         out=out,
@@ -575,41 +690,34 @@ def compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return delta
 
 
-def backward(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    state: Started,
     visit: Visit,
     scale: float,
-    dq: Tensor,
     take_dkv: Callable[[], tuple[Tensor, Tensor]],
     first: bool,
 ) -> None:
-    """One shard's share of the gradients. As `reference.backward`; see Note [Two kernels backward]."""
-    if k.numel() == 0 or q.numel() == 0:
-        results = dq, *take_dkv()
-        for result in results if first else ():
-            result.zero_()
-        return
-    if q.shape[0] > MOST_BATCHES:
-        dk, dv = take_dkv()
-        for part in _batches(q):
-            inputs, rows = (x[part] for x in (q, k, v, dout)), (lse[part], delta[part])
-            backward(*inputs, *rows, visit, scale, dq[part], lambda part=part: (dk[part], dv[part]), first)
-        return
-    q, k, v, dout = map(_aligned, (q, k, v, dout))
+    """See Note [Two kernels backward]."""
+    q, k, v, dout = map(aligned, (q, k, v, dout))
     tiles = _tiles(q, v)
-    rows = {"lse": lse, "delta": delta, "seen_rows": _seen_rows(visit, q.device), "n_q": q.shape[1], "n_k": k.shape[1]}
+    rows = {
+        "lse": state.lse,
+        "delta": state.delta,
+        "seen_rows": seen_rows_of(visit, q.device),
+        "n_q": q.shape[1],
+        "n_k": k.shape[1],
+    }
     scales = {"scale": scale, "scale_log2": scale * LOG2E.value}
     strides = _strides(q=q, k=k, v=v, o=dout)
 
     tile = tiles.dq
     shape = _shape(q, k, v, tile)
-    launches = _launches(k.shape[1], heads=1)
-    with _sums_of(launches, dq) as (total,):
+    launches = launches_of(k.shape[1], heads=1)
+    with sums_of(launches, state.dq) as (total,):
         for _, _, low, high in launches:
             _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
                 q=_source(q, tile.block_q, shape["BLOCK_D"], tile) if tile.q_in_registers else q,
@@ -621,7 +729,7 @@ def backward(
                 dq=total,
                 low=low,
                 high=high,
-                ranges=_ranges(visit, "queries", tile.block_q, q.device),
+                ranges=ranges_of(visit, "queries", tile.block_q, q.device),
                 Q_BY_TMA=tile.q_in_registers,
                 ADD=not first or low > 0,
                 **strides,
@@ -631,8 +739,8 @@ def backward(
     dk, dv = take_dkv()
     tile = tiles.dkv
     shape = _shape(q, k, v, tile)
-    launches = _launches(q.shape[1], heads=q.shape[2] // k.shape[2])
-    with _sums_of(launches, dk, dv) as (total_dk, total_dv):
+    launches = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
+    with sums_of(launches, dk, dv) as (total_dk, total_dv):
         for first_head, n_heads, low, high in launches:
             _dkv_kernel[(triton.cdiv(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
                 q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
@@ -647,7 +755,7 @@ def backward(
                 high=high,
                 first_head=first_head,
                 n_heads=n_heads,
-                ranges=_ranges(visit, "keys", tile.block_k, q.device),
+                ranges=ranges_of(visit, "keys", tile.block_k, q.device),
                 ADD=not first or first_head > 0 or low > 0,
                 **strides,
                 **_strides(g=total_dk, w=total_dv),
@@ -655,34 +763,8 @@ def backward(
             )
 
 
-def _launches(rows: int, heads: int) -> list[tuple[int, int, int, int]]:
-    """`(first_head, n_heads, low, high)` of each launch that sums over `rows` of `heads`: see Note [Long sums]."""
-    per_launch = max(1, min(heads, LONGEST_SUM // max(rows, 1)))
-    return [
-        (first_head, min(per_launch, heads - first_head), low, min(low + LONGEST_SUM, rows))
-        for first_head in range(0, heads, per_launch)
-        for low in range(0, max(rows, 1), LONGEST_SUM)
-    ]
-
-
-@contextmanager
-def _sums_of(launches: list, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Where launches put their sums: the results themselves, or fp32 in their place when several launches add."""
-    sums = results if len(launches) == 1 else tuple(x.to(torch.float32) for x in results)
-    yield sums
-    for result, total in zip(results, sums, strict=True):
-        if total is not result:
-            result.copy_(total)
-
-
-def _batches(x: Tensor) -> list[slice]:
-    """The batches of each launch."""
-    return [slice(begin, begin + MOST_BATCHES) for begin in range(0, x.shape[0], MOST_BATCHES)]
-
-
 def _tiles(q: Tensor, v: Tensor) -> Tiles:
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)  # the interpreter has no TMA
-    return choose_tiles(q.shape[3], v.shape[3], q.dtype, capability)
+    return choose_tiles(q.shape[3], v.shape[3], q.dtype, capability_of(q.device))
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, object]:
@@ -706,22 +788,11 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """`x` itself where kernels and TMA can read it: unit stride in the head dim, the rest multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    good = x.stride(3) == 1 and x.data_ptr() % 16 == 0
-    for dim in range(3):
-        if x.shape[dim] > 1:
-            good = good and x.stride(dim) > 0 and x.stride(dim) % unit == 0 and x.stride(1) < 2**23
-    return x if good else x.clone(memory_format=torch.contiguous_format)
-
-
 def _source(x: Tensor, rows: int, cols: int, tile: Tile):
     """What a kernel streams `[rows, cols]` tiles from: a descriptor with TMA, else the tensor."""
     if not tile.tma:
         return x
-    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, cols])
+    return TensorDescriptor(x, list(x.shape), tma_strides(x), [1, rows, 1, cols])
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
@@ -731,27 +802,3 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
         for name, x in tensors.items()
         for axis, stride in zip("bsh", x.stride(), strict=False)
     }
-
-
-@lru_cache(maxsize=256)
-def _ranges(visit: Visit, blocks: Literal["queries", "keys"], block: int, device: torch.device) -> Tensor:
-    return _to_device(visit.key_ranges(block) if blocks == "queries" else visit.query_ranges(block), device)
-
-
-def _seen_rows(visit: Visit, device: torch.device) -> Tensor | None:
-    """The range of key rows that each query row sees; under the full mask none is needed."""
-    return None if visit.mask == Mask() else _row_table(visit, device)
-
-
-@keep_by_bytes(TABLE_BYTES)
-def _row_table(visit: Visit, device: torch.device) -> Tensor:
-    return _to_device(visit.seen_rows(), device)
-
-
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Without stopping the host: from pinned memory. What comes here is kept and used again, so not inside a graph."""
-    if device.type != "cuda":
-        return x.to(device)
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("run attention on these shapes, masks and layouts once before capturing a CUDA graph of it")
-    return x.pin_memory().to(device, non_blocking=True)

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -54,12 +55,13 @@ def _triton_obstacle(device_type: str, dtype: torch.dtype) -> str | None:
     return f"the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 for CPU tensors), got {device_type} tensors"
 
 
-def _backend(name: str) -> ring.Backend:
-    if name == "torch":
-        return ring.Backend(reference.forward, reference.compute_delta, reference.backward)
+def _backend(name: str, deterministic: bool) -> ring.Backend:
+    if name == "torch":  # always deterministic
+        return ring.Backend(reference.forward, reference.start_backward, reference.backward, reference.finish_backward)
     from . import local_kernel
 
-    return ring.Backend(local_kernel.forward, local_kernel.compute_delta, local_kernel.backward)
+    start_backward = partial(local_kernel.start_backward, deterministic=deterministic)
+    return ring.Backend(local_kernel.forward, start_backward, local_kernel.backward, local_kernel.finish_backward)
 
 
 check_transport, pick_transport = comm.check_transport, comm.pick_transport
@@ -105,6 +107,7 @@ def attention(
     layout: str,
     seq_len: int,
     transport: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of this rank's queries. Arguments were checked by `attention.py`; ranks are compared here."""
     if group:
@@ -112,17 +115,18 @@ def attention(
         words = (
             f"call=ring_attention b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} "
             f"d_v={v.shape[3]} dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} causal={right == 0} "
-            f"window=({left},{right}) backend={backend} layout={layout} seq_len={seq_len} transport={transport}"
+            f"window=({left},{right}) backend={backend} layout={layout} seq_len={seq_len} transport={transport} "
+            f"deterministic={deterministic}"
         )
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
     with _as_given(q):
-        out, lse = ring.ring_forward(_backend(backend), plan, mover, q, k, v, scale)
+        out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scale)
     return out, lse
 
 
 @attention.register_fake
-def _(q, k, v, scale, left, right, backend, group, layout, seq_len, transport):
+def _(q, k, v, scale, left, right, backend, group, layout, seq_len, transport, deterministic):
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     return out, lse
@@ -145,11 +149,14 @@ def attention_backward(
     layout: str,
     seq_len: int,
     transport: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of this rank's shards."""
     plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
     with _as_given(q):
-        return ring.ring_backward(_backend(backend), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale)
+        return ring.ring_backward(
+            _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale
+        )
 
 
 @attention_backward.register_fake

@@ -3,10 +3,11 @@
 Legend: `q_bshd` `(b, s, h, d)`, `k_bsgd` and `v_bsgd` with `g` key/value heads, each serving `r = h / g` query heads.
 
 The oracle reads like the formula and shares nothing with the rest but the mask's predicate. The backend has the same
-three functions as `local_kernel.py` and runs on any device and dtype.
+four functions as `local_kernel.py` and runs on any device and dtype.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, reduce
@@ -89,10 +90,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
         lse.copy_(part_lse)
 
 
-def compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """`delta = rowsum(dout * out) - dlse`, `(b, h, s)` in the dtype of `lse`: what the softmax subtracts from dP."""
-    delta = reduce(_wide(out) * _wide(dout), "b s h d -> b h s", "sum")
-    return delta if dlse is None else delta - dlse
+class Started(NamedTuple):
+    """A backward pass under way."""
+
+    lse: Tensor  # (b, h, s)
+    delta: Tensor  # (b, h, s), the dtype of lse: what the softmax subtracts from dP
+    dq: Tensor  # (b, s, h, d): the sum so far
+    dtype: torch.dtype  # of dq in the end
+
+
+def start_backward(
+    q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scale: float, sums: torch.dtype
+) -> Started:
+    """What the visits of a backward pass share: `delta = rowsum(dout * out) - dlse`, and dQ.
+
+    Args:
+        result: `(out, lse)` of this rank's rows over the whole sequence.
+        dlse: gradient of lse, `(b, h, s)`; 0 where lse is -inf.
+        sums: dtype that dQ is summed in, where it is summed in q's shape.
+    """
+    delta = reduce(_wide(result.out) * _wide(dout), "b s h d -> b h s", "sum")
+    delta = delta if dlse is None else delta - dlse
+    return Started(result.lse, delta, torch.empty(q.shape, dtype=sums, device=q.device), q.dtype)
 
 
 def backward(
@@ -100,21 +119,19 @@ def backward(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    state: Started,
     visit: Visit,
     scale: float,
-    dq: Tensor,
     take_dkv: Callable[[], tuple[Tensor, Tensor]],
     first: bool,
 ) -> None:
     """One shard's share of the gradients, by the *global* `lse`: `P = exp(S - lse)` is exact, so shares just add.
 
     Args:
-        lse, delta: of this rank's rows over the whole sequence, `(b, h, s)`.
-        dq: written when `first`, added to otherwise.
+        state: from `start_backward`; its dq is written when `first`, added to otherwise.
         take_dkv: called once, as late as possible, for the `(dk, dv)` to write (`first`) or to add to.
     """
+    lse, delta, dq, _ = state
     results = dq, *take_dkv()
     dq, dk, dv = sums = [_wide(torch.zeros_like(x) if first else x) for x in results]
     for block, (begin, full_begin, full_end, end) in enumerate(visit.key_ranges(BLOCK).tolist()):
@@ -136,6 +153,11 @@ def backward(
         dq[:, rows] += rearrange(torch.einsum("bgrqk, bkgd -> bqgrd", dscores, wide_k), "b q g r d -> b q (g r) d")
     for result, total in zip(results, sums, strict=True):
         result.copy_(total)
+
+
+def finish_backward(state: Started) -> Tensor:
+    """dQ of the whole pass, in q's dtype."""
+    return state.dq.to(state.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ fp64 inputs); with one visit there is nothing to sum and the backend writes the 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ class Forward(Protocol):
     ) -> None: ...
 
 
-class Delta(Protocol):
-    def __call__(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor: ...
+class StartBackward(Protocol):
+    def __call__(
+        self, q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scale: float, sums: torch.dtype
+    ) -> Any: ...
 
 
 class Backward(Protocol):
@@ -32,22 +34,26 @@ class Backward(Protocol):
         k: Tensor,
         v: Tensor,
         dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        state: Any,
         visit: Visit,
         scale: float,
-        dq: Tensor,
         take_dkv: Callable[[], tuple[Tensor, Tensor]],
         first: bool,
     ) -> None: ...
 
 
+class FinishBackward(Protocol):
+    def __call__(self, state: Any) -> Tensor: ...
+
+
 class Backend(NamedTuple):
-    """The local attention: `reference.py` or `local_kernel.py`."""
+    """The local attention: `reference.py` or `local_kernel.py`. The state of a backward pass (delta, the sum of dQ) is
+    the backend's own: in whatever form its kernels want it."""
 
     forward: Forward
-    compute_delta: Delta
+    start_backward: StartBackward
     backward: Backward
+    finish_backward: FinishBackward
 
 
 def ring_forward(
@@ -81,15 +87,12 @@ def ring_backward(
     sums = q.dtype if plan.hops == 0 else torch.promote_types(q.dtype, torch.float32)
     if dlse is not None:  # the lse of a query that sees no key is a constant
         dlse = dlse.masked_fill(result.lse == NEG_INF, 0.0)
-    delta = backend.compute_delta(result.out, dout, dlse)
-    dq = torch.empty(q.shape, dtype=sums, device=q.device)
+    state = backend.start_backward(q, result, dout, dlse, scale, sums)
     gradients = comm.Gradients(plan, k, v, sums, transport)
     for step, visit, k_here, v_here in comm.visits(plan, k, v, transport):
         gradients.arrive(step)
         if visit is None:
             gradients.take()
             continue
-        backend.backward(
-            q, k_here, v_here, dout, result.lse, delta, visit, scale, dq=dq, take_dkv=gradients.take, first=step == 0
-        )
-    return dq.to(q.dtype), *gradients.home()
+        backend.backward(q, k_here, v_here, dout, state, visit, scale, take_dkv=gradients.take, first=step == 0)
+    return backend.finish_backward(state), *gradients.home()

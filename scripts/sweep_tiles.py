@@ -1,4 +1,4 @@
-"""Time the kernels of one GPU, each alone, with many tiles: where the choices in `choose_tiles` come from.
+"""Time the portable kernels of one GPU, each alone, with many tiles: where the choices in `choose_tiles` come from.
 
     python scripts/sweep_tiles.py --dims 128 --kernels dq --tiles 64,64,4,3,tma,registers 128,64,8,3,tma
 
@@ -62,7 +62,8 @@ def candidate(kernel: str, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Te
     assert visit is not None
     scale = q.shape[3] ** -0.5
     total = Partial(torch.empty_like(dout), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32))
-    delta, results = torch.zeros_like(total.lse), [torch.empty_like(x) for x in (q, k, v)]
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    state = local_kernel.Started(total.lse, torch.zeros_like(total.lse), torch.empty_like(q), q.dtype)
     kernels = {"dq": local_kernel._dq_kernel, "dkv": local_kernel._dkv_kernel}
 
     def call() -> None:
@@ -72,10 +73,9 @@ def candidate(kernel: str, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Te
         )
         try:
             if kernel == "forward":
-                local_kernel.forward(q, k, v, visit, scale, total, True)
+                local_kernel._forward(q, k, v, visit, scale, total, True)
             else:
-                dkv = lambda: (results[1], results[2])  # noqa: E731
-                local_kernel.backward(q, k, v, dout, total.lse, delta, visit, scale, results[0], dkv, True)
+                local_kernel._backward(q, k, v, dout, state, visit, scale, lambda: (dk, dv), True)
         finally:
             local_kernel.choose_tiles = choose
             local_kernel._dq_kernel, local_kernel._dkv_kernel = kernels["dq"], kernels["dkv"]

@@ -5,14 +5,20 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from ringflash import local_kernel
+from ringflash import hopper_kernel, local_kernel
 from ringflash.local_kernel import Tile
+from ringflash.mask import Mask
+from ringflash.merge import Partial
+from ringflash.plan import plan_one
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 KERNELS = {
@@ -20,6 +26,7 @@ KERNELS = {
     "dq": local_kernel._dq_kernel,
     "dkv": local_kernel._dkv_kernel,
 }
+FORWARD_KERNEL, BACKWARD_KERNEL = hopper_kernel.forward_kernel, hopper_kernel.backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
 WIDE_ARGUMENTS = ("scale", "scale_log2")
 FP32_POINTERS = ("lse", "delta")
@@ -40,6 +47,10 @@ class Compiled:
     @property
     def uses_tma(self) -> bool:
         return "cp.async.bulk.tensor" in self.ptx
+
+    @property
+    def adds_four_floats_at_a_time(self) -> bool:
+        return "red.global.add.v4.f32" in self.ptx
 
 
 def compile_kernel(
@@ -94,6 +105,58 @@ def compile_kernel(
     source = ASTSource(function, signature, constants, aligned)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spilled = _resources(compiled.asm["cubin"])
+    return Compiled(registers, spilled, compiled.metadata.shared, compiled.asm["ptx"])
+
+
+class Recorder:
+    """In place of a kernel: keeps what a launcher passes."""
+
+    arguments: dict[str, Any]
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda **arguments: setattr(self, "arguments", arguments)
+
+
+def compile_hopper(
+    kernel: str, dtype: torch.dtype, dim: int, v_dim: int | None = None, *, accumulate: bool = False, full: bool = False
+) -> Compiled:
+    """Compile the Hopper kernel "forward" or "backward" for what its launcher passes; options as `compile_kernel`."""
+    sums = torch.float32 if accumulate else dtype
+    q, k = (torch.zeros(2, 64, heads, dim, dtype=dtype) for heads in (4, 2))
+    v, dout = (torch.zeros(2, 64, heads, dim if v_dim is None else v_dim, dtype=dtype) for heads in (2, 4))
+    total = Partial(dout.to(sums), torch.zeros(2, 4, 64))
+    visit = plan_one(Mask() if full else Mask(right=0), 64, 64).visits[0]
+    assert visit is not None
+    recorder = Recorder()
+    with patch.multiple(hopper_kernel, forward_kernel=recorder, backward_kernel=recorder):
+        if kernel == "forward":
+            function = FORWARD_KERNEL
+            hopper_kernel.forward(q, k, v, visit, 0.1, into=total, first=not accumulate)
+        else:
+            function = BACKWARD_KERNEL
+            rows = torch.zeros(2, 4, 128)
+            state = hopper_kernel.Started(rows, rows, torch.zeros(2, 4, 1, 1), 64, dim, v.shape[3], 0.1, dtype)
+            dkv = k.to(sums), v.to(sums)
+            hopper_kernel.backward(q, k, v, dout, state, visit, 0.1, lambda: dkv, first=not accumulate)
+    arguments = recorder.arguments
+    options = {name: arguments.pop(name) for name in ("num_warps", "maxnreg")}
+    assert set(arguments) == set(function.arg_names)
+    signature, constants, aligned = {}, {}, {}
+    for index, parameter in enumerate(function.params):
+        name, value = parameter.name, arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, hopper_kernel.TensorDescriptor):
+            signature[name] = f"tensordesc<{DTYPE_NAMES[dtype]}{value.block_shape},{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{DTYPE_NAMES.get(value.dtype, 'i32')}"
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if signature[name].startswith("*") or name.startswith("stride_"):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(function, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
     return Compiled(registers, spilled, compiled.metadata.shared, compiled.asm["ptx"])
 

@@ -40,15 +40,18 @@ def emulate_ring(
             k_here, v_here = ks[source][:, rows], vs[source][:, rows]
             backend.forward(qs[rank], k_here, v_here, visit, scale, into=totals[rank], first=step == 0)
 
-    dqs, dks, dvs = ([poisoned(x) for x in shards] for shards in (qs, ks, vs))
+    dks, dvs = ([poisoned(x) for x in shards] for shards in (ks, vs))
+    states = [
+        backend.start_backward(*arguments, scale, torch.float32)
+        for arguments in zip(qs, totals, douts, dlses, strict=True)
+    ]
     for step, rank in product(steps, range(world_size)):
         source, visit, rows = plans[rank].source(step), plans[rank].visits[step], plans[rank].needed[step]
         if visit is None:
             continue
         k_here, v_here, dk_here, dv_here = (x[source][:, rows] for x in (ks, vs, dks, dvs))
-        delta = backend.compute_delta(totals[rank].out, douts[rank], dlses[rank])
         backend.backward(
-            qs[rank], k_here, v_here, douts[rank], totals[rank].lse, delta, visit, scale, dq=dqs[rank],
+            qs[rank], k_here, v_here, douts[rank], states[rank], visit, scale,
             take_dkv=lambda dk=dk_here, dv=dv_here: (dk, dv), first=step == 0,
         )  # fmt: skip
 
@@ -61,4 +64,5 @@ def emulate_ring(
         return x
 
     outs, lses = zip(*totals, strict=True)
+    dqs = [backend.finish_backward(state) for state in states]
     return whole(list(outs)), whole(list(lses), dim=2), whole(dqs), whole(dks), whole(dvs)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulate import emulate_ring
 
-from ringflash import flash_attention, local_kernel, plan, reference
+from ringflash import flash_attention, launch, local_kernel, plan, reference
 from ringflash.layout import Run
 from ringflash.local_kernel import choose_tiles
 from ringflash.mask import Mask
@@ -22,7 +22,9 @@ from ringflash.testing import Inputs, random_inputs, relative_error
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("run with TRITON_INTERPRET=1")
 
-BACKEND = Backend(local_kernel.forward, local_kernel.compute_delta, local_kernel.backward)
+BACKEND = Backend(
+    local_kernel.forward, local_kernel.start_backward, local_kernel.backward, local_kernel.finish_backward
+)
 MASKS = {"full": Mask(), "causal": Mask(right=0), "window": Mask(left=29, right=5)}
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
@@ -102,7 +104,7 @@ def test_kernels_take_any_mask_of_one_interval_per_query(layout):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_long_sums_are_made_in_several_launches(monkeypatch, layout):
-    monkeypatch.setattr(local_kernel, "LONGEST_SUM", 50)
+    monkeypatch.setattr(launch, "LONGEST_SUM", 50)
     inputs = random_inputs(1, 203, 4, 16, kv_heads=2)
     check(emulate_ring(BACKEND, inputs, MASKS["window"], layout, 2), dense(inputs, MASKS["window"]), 2e-6)
 
@@ -119,9 +121,10 @@ def test_unequal_lengths_align_at_the_end_and_empty_rows_are_exact(mask, query_l
     BACKEND.forward(q, k, v, visit, 0.25, into=total, first=True)
     empty = total.lse.isinf()
     dlse = dlse.masked_fill(empty, 0.0)
-    dq, dk, dv = (torch.full_like(x, nan) for x in (q, k, v))
-    delta = BACKEND.compute_delta(total.out, dout, dlse)
-    BACKEND.backward(q, k, v, dout, total.lse, delta, visit, 0.25, dq=dq, take_dkv=lambda: (dk, dv), first=True)
+    dk, dv = (torch.full_like(x, nan) for x in (k, v))
+    state = BACKEND.start_backward(q, total, dout, dlse, 0.25, q.dtype)
+    BACKEND.backward(q, k, v, dout, state, visit, 0.25, take_dkv=lambda: (dk, dv), first=True)
+    dq = BACKEND.finish_backward(state)
     expected = dense(inputs, MASKS[mask])
     assert torch.equal(empty, expected[1].isinf())
     assert not dq[empty.transpose(1, 2)].any() and not total.out[empty.transpose(1, 2)].any()
@@ -144,16 +147,17 @@ def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_l
     BACKEND.forward(q, k, v, visit, 0.25, into=total, first=True)
     assert not total.out.any() and (total.lse == -math.inf).all()
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
-    BACKEND.backward(q, k, v, dout, total.lse, dlse, visit, 0.25, dq=dq, take_dkv=lambda: (dk, dv), first=True)
-    assert not any(x.any() for x in (dq, dk, dv))
+    state = local_kernel.Started(total.lse, dlse, dq, q.dtype)
+    BACKEND.backward(q, k, v, dout, state, visit, 0.25, take_dkv=lambda: (dk, dv), first=True)
+    assert BACKEND.finish_backward(state) is dq and not any(x.any() for x in (dq, dk, dv))
 
 
 def test_more_batches_than_a_grid_takes_are_several_launches(monkeypatch):
     inputs = random_inputs(5, 33, 2, 16, kv_heads=1)
     whole = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2)
-    monkeypatch.setattr(local_kernel, "MOST_BATCHES", 2)
-    batches, launch = [], local_kernel._strides
-    monkeypatch.setattr(local_kernel, "_strides", lambda **x: batches.extend(map(len, x.values())) or launch(**x))
+    monkeypatch.setattr(launch, "MOST_BATCHES", 2)
+    batches, strides = [], local_kernel._strides
+    monkeypatch.setattr(local_kernel, "_strides", lambda **x: batches.extend(map(len, x.values())) or strides(**x))
     assert all(map(torch.equal, emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2), whole))
     assert set(batches) == {1, 2}
 

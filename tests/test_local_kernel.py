@@ -15,7 +15,8 @@ triton = pytest.importorskip("triton", reason="triton is not installed (it exist
 
 from compile_kernels import KERNELS, Compiled, compile_kernel  # noqa: E402
 
-from ringflash.local_kernel import LONGEST_SUM, _launches, _to_device, choose_tiles  # noqa: E402
+from ringflash.launch import LONGEST_SUM, launches_of, to_device  # noqa: E402
+from ringflash.local_kernel import choose_tiles  # noqa: E402
 
 CASES = Path(__file__).with_name("interpreter_cases.py")
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # what one program may use; sm_86 and sm_89 have sm_80's tiles
@@ -90,7 +91,7 @@ def test_tiles_depend_on_shape_dtype_and_capability_alone():
     ("rows", "heads"), [(0, 1), (1, 8), (2**16, 1), (2**16, 3), (2**15, 5), (2**20, 2), (200_001, 4)]
 )
 def test_launches_cover_every_row_of_every_head_once_and_sum_over_few(rows, heads):
-    launches = _launches(rows, heads)
+    launches = launches_of(rows, heads)
     assert sum(n_heads * (high - low) for _, n_heads, low, high in launches) == rows * heads
     assert all(n_heads * (high - low) <= LONGEST_SUM for _, n_heads, low, high in launches)
     assert len({(first_head, low) for first_head, _, low, _ in launches}) == len(launches)
@@ -100,4 +101,4 @@ def test_tables_are_not_made_inside_a_cuda_graph(monkeypatch):
     # their memory would be the graph's, and they would hold nothing until it is replayed
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="once before capturing"):
-        _to_device(torch.zeros(1, dtype=torch.int32), torch.device("cuda"))
+        to_device(torch.zeros(1, dtype=torch.int32), torch.device("cuda"))

@@ -12,8 +12,9 @@ from ringflash.testing import Inputs, random_inputs
 
 
 def options(group: str = "", seq_len: int = 0, causal: bool = True) -> tuple[Any, ...]:
-    """scale, left, right, backend, group, layout, seq_len, transport"""
-    return 0.25, -1, 0 if causal else -1, "torch", group, "zigzag" if group else "", seq_len, "gloo" if group else ""
+    """scale, left, right, backend, group, layout, seq_len, transport, deterministic"""
+    layout, transport = ("zigzag", "gloo") if group else ("", "")
+    return 0.25, -1, 0 if causal else -1, "torch", group, layout, seq_len, transport, False
 
 
 def leaves(inputs: Inputs) -> list[Tensor]:

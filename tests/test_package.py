@@ -27,7 +27,12 @@ ARROWS = {
     "ops": {"ring", "local_kernel", "reference", "comm", "nvlink", "merge", "plan", "mask"},
     "sharding": {"comm", "layout"},
     "ring": {"comm", "merge", "plan"},
-    "local_kernel": {"merge", "plan", "layout", "mask"},
+    "local_kernel": {"hopper_kernel", "launch", "merge", "plan", "layout", "mask"},
+    "hopper_kernel": {"hopper_forward", "hopper_backward", "gluon_compat", "launch", "merge", "plan"},
+    "hopper_backward": {"hopper_forward", "gluon_compat"},
+    "hopper_forward": {"gluon_compat"},
+    "gluon_compat": set(),
+    "launch": {"plan", "mask"},
     "reference": {"merge", "plan", "layout", "mask"},
     "comm": {"nvlink", "plan"},
     "nvlink": set(),
@@ -162,12 +167,14 @@ def test_design_has_no_import_cycle():
         remaining = {name: targets for name, targets in remaining.items() if name not in free}
 
 
-def test_only_the_kernel_file_imports_triton():
+def test_only_the_kernels_import_triton():
     modules_by_user = {name: imported_modules(PACKAGE / f"{name}.py") for name in MODULES}
     users = {name for name, modules in modules_by_user.items() if any(m.split(".")[0] == "triton" for m in modules)}
-    assert users == {"local_kernel"}
+    assert users == {"local_kernel", "hopper_kernel", "gluon_compat"}
 
 
-@pytest.mark.parametrize("name", ["ring", "comm", "nvlink", "plan", "local_kernel", "reference", "ops"])
+@pytest.mark.parametrize(
+    "name", ["ring", "comm", "nvlink", "plan", "local_kernel", "hopper_kernel", "launch", "reference", "ops"]
+)
 def test_no_layout_is_known_by_name_below_the_layouts(name: str):
     assert text_constants(PACKAGE / f"{name}.py") & {"contiguous", "zigzag", "striped"} == set()

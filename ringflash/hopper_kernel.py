@@ -1,0 +1,375 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
+# (jitted code is Triton's language, not Python's types)
+"""Launching the Hopper kernels: tiles, descriptors, grids, and the state of a backward pass.
+
+Legend: as in local_kernel.py, whose `kernel_of` says when these kernels are taken. A *tile* of queries is BLOCK_Q rows
+of one head; `tiles` counts them, the last one padded.
+
+Note [dQ in register order]. Each block of keys adds its share of dQ to global memory, four floats at a time, straight
+from the registers that a product left them in. So while a backward pass is under way, a tile of dQ lies in memory as
+`[2, COLS / 8, 4, 8, 4, 2, 2]`: warpgroup, piece of 8 columns, warp of 16 rows, row, pair of columns, upper or lower 8
+rows, column of the pair. The warpgroups share a tile by rows where BLOCK_Q is 128, else by columns. `finish_backward`
+puts it in order, multiplies by the scale and rounds, once.
+
+Note [Rows of a whole tile]. The scores' accumulators start at `-lse / scale` and dP's at `-delta`, so nothing is
+subtracted afterwards. Both rows are padded to whole tiles. Past the end, and where a query sees no key, `-lse / scale`
+is -inf: then p is 0, and so is all that comes of it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gluon_compat import TensorDescriptor, gl
+from .hopper_backward import backward_kernel
+from .hopper_forward import forward_kernel
+from .launch import aligned, launches_of, ranges_of, seen_rows_of, sums_of, tma_strides, to_device
+from .merge import Partial
+from .plan import Visit
+
+LOG2E = math.log2(math.e)
+NEG_INF = tl.constexpr(float("-inf"))
+ROWS = 64  # of queries in a warpgroup, forward
+L2_BYTES = 40e6  # of keys and values that the blocks of queries that run side by side may read
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+# Before and after a backward pass, in plain Triton ------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_q", "n_heads", "n_blocks"])
+def _start_kernel(
+    out, dout, lse, dlse, minus_lse, minus_delta,
+    stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh, stride_lb, stride_lh, stride_ls,
+    n_q, n_heads, n_blocks, scale,
+    DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """`-lse / scale` and `-delta = dlse - rowsum(dout * out)` of BLOCK rows. See Note [Rows of a whole tile]."""
+    block = tl.program_id(0) % n_blocks
+    head = tl.program_id(0) // n_blocks % n_heads
+    batch = (tl.program_id(0) // n_blocks // n_heads).to(tl.int64)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK_DV)
+    in_rows = rows < n_q
+    in_tile = in_rows[:, None] & (cols < DV)[None, :]
+    out_rows = out + batch * stride_ob + head.to(tl.int64) * stride_oh + rows.to(tl.int64)[:, None] * stride_os
+    dout_rows = dout + batch * stride_db + head.to(tl.int64) * stride_dh + rows.to(tl.int64)[:, None] * stride_ds
+    out_tile = tl.load(out_rows + cols[None, :], mask=in_tile, other=0.0).to(tl.float32)
+    dout_tile = tl.load(dout_rows + cols[None, :], mask=in_tile, other=0.0).to(tl.float32)
+    result = -tl.sum(out_tile * dout_tile, 1)
+    if HAS_DLSE:
+        dlse += batch * stride_lb + head.to(tl.int64) * stride_lh
+        result += tl.load(dlse + rows.to(tl.int64) * stride_ls, mask=in_rows, other=0.0)
+    first_row = batch * n_heads + head
+    lse_rows = tl.load(lse + first_row * n_q + rows, mask=in_rows, other=NEG_INF)
+    padded_rows = first_row * n_blocks * BLOCK + rows
+    tl.store(minus_lse + padded_rows, tl.where(lse_rows == NEG_INF, NEG_INF, -lse_rows / scale))
+    tl.store(minus_delta + padded_rows, result)
+
+
+@triton.jit(do_not_specialize=["n_q", "n_heads", "tiles"])
+def _finish_kernel(
+    total, dq, n_q, n_heads, tiles, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """One tile of dQ `(b, s, h, D)`, contiguous, from its sum. See Note [dQ in register order]."""
+    program = tl.program_id(0)
+    tile = program % tiles
+    head = program // tiles % n_heads
+    batch = (program // tiles // n_heads).to(tl.int64)
+    COLS: tl.constexpr = BLOCK_D * BLOCK_Q // 128  # of a warpgroup's half, which has 64 rows
+    x = tl.load(total + program.to(tl.int64) * (BLOCK_Q * BLOCK_D) + tl.arange(0, BLOCK_Q * BLOCK_D)) * scale
+    x = tl.reshape(x, [2, COLS // 8, 4, 8, 4, 2, 2])  # warpgroup, piece, warp, row, pair, half, column
+    if BLOCK_Q == 128:
+        x = tl.permute(x, [0, 2, 5, 3, 1, 4, 6])
+    else:
+        x = tl.permute(x, [2, 5, 3, 0, 1, 4, 6])
+    x = tl.reshape(x, [BLOCK_Q, BLOCK_D])
+    rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    cols = tl.arange(0, BLOCK_D)
+    pointers = dq + ((batch * n_q + rows[:, None]) * n_heads + head) * D + cols[None, :]
+    tl.store(pointers, x.to(dq.dtype.element_ty), mask=(rows < n_q)[:, None] & (cols < D)[None, :])
+
+
+# Tiles --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """`consumers` warpgroups of ROWS queries each, against `block_k` keys at a time, `stages` of them on their way.
+
+    `block_d`, `block_dv`: head dims as they lie in shared memory; what is past the tensor's own arrives as 0.
+    """
+
+    block_d: int
+    block_dv: int
+    block_k: int
+    stages: int
+    consumers: int
+    q_in_registers: bool
+
+    @property
+    def block_q(self) -> int:
+        return ROWS * self.consumers
+
+    @property
+    def registers(self) -> int:
+        """What a thread has before the warpgroups divide them anew."""
+        return 168 if self.consumers == 2 else 128
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """Two warpgroups, each with half of `block_k` keys, against `block_q` queries at a time, `stages` on their way."""
+
+    block_d: int
+    block_dv: int
+    block_q: int
+    block_k: int
+    stages: int
+
+
+@lru_cache
+def forward_tile(head_dim: int, v_dim: int) -> ForwardTile:
+    """The forward tile for head dims up to 256."""
+    dims = _padded(head_dim), _padded(v_dim)
+    if max(dims) == 64:
+        return ForwardTile(*dims, block_k=128, stages=3, consumers=3, q_in_registers=False)
+    if max(dims) == 128:
+        return ForwardTile(*dims, block_k=128, stages=2, consumers=2, q_in_registers=True)
+    return ForwardTile(*dims, block_k=64, stages=2, consumers=2, q_in_registers=False)
+
+
+@lru_cache
+def backward_tile(head_dim: int, v_dim: int) -> BackwardTile:
+    """The backward tile for head dims up to 128."""
+    if max(head_dim, v_dim) <= 64:
+        return BackwardTile(64, 64, block_q=128, block_k=128, stages=2)
+    # 64 queries: the warpgroups share dQ by columns, 64 each
+    return BackwardTile(128, _padded(v_dim), block_q=64, block_k=128, stages=2)
+
+
+def _padded(dim: int) -> int:
+    return max(1 << (dim - 1).bit_length(), 64)
+
+
+# Launchers ----------------------------------------------------------------------------------------------------------
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
+    """As `reference.forward`, of tensors that are not empty."""
+    q, k, v = map(aligned, (q, k, v))
+    tile = forward_tile(q.shape[3], v.shape[3])
+    n_batches, n_q, n_heads, _ = q.shape
+    n_blocks = triton.cdiv(n_q, tile.block_q)
+    stride_ob, stride_os, stride_oh, _ = into.out.stride()
+    forward_kernel[(n_blocks * n_heads, n_batches)](
+        q_desc=_descriptor(q, ROWS, tile.block_d),
+        k_desc=_descriptor(k, tile.block_k, tile.block_d),
+        v_desc=_descriptor(v, tile.block_k, tile.block_dv),
+        out=into.out,
+        lse=into.lse,
+        ranges=ranges_of(visit, "queries", tile.block_q, q.device),
+        seen=seen_rows_of(visit, q.device),
+        stride_ob=stride_ob,
+        stride_os=stride_os,
+        stride_oh=stride_oh,
+        n_q=n_q,
+        n_k=k.shape[1],
+        n_blocks=n_blocks,
+        n_heads=n_heads,
+        heads_per_kv=n_heads // k.shape[2],
+        heads_together=heads_together(k, v, n_heads),
+        scale_log2=scale * LOG2E,
+        ROWS=ROWS,
+        BLOCK_K=tile.block_k,
+        BLOCK_D=tile.block_d,
+        BLOCK_DV=tile.block_dv,
+        DV=v.shape[3],
+        STAGES=tile.stages,
+        CONSUMERS=tile.consumers,
+        MERGE=not first,
+        Q_IN_REGISTERS=tile.q_in_registers,
+        PINGPONG=True,
+        LAZY=False,
+        FENCE=False,
+        num_warps=4,
+        maxnreg=tile.registers,
+    )
+
+
+def heads_together(k: Tensor, v: Tensor, n_heads: int) -> int:
+    """How many query heads run side by side: those of as many key/value heads, a power of two, as fit in L2."""
+    head_bytes = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
+    kv_heads = 1 << int(math.log2(max(1.0, L2_BYTES / head_bytes)))
+    return min(n_heads, kv_heads * (n_heads // k.shape[2]))
+
+
+class Started(NamedTuple):
+    """A backward pass by the Hopper kernel, which needs rows of whole tiles and sums dQ in the order of registers."""
+
+    minus_lse: Tensor  # fp32 (b, h, tiles * BLOCK_Q): see Note [Rows of a whole tile]
+    minus_delta: Tensor  # fp32 (b, h, tiles * BLOCK_Q)
+    dq: Tensor  # fp32 (b, h, tiles, BLOCK_Q * BLOCK_D): see Note [dQ in register order]
+    n_q: int
+    head_dim: int
+    v_dim: int
+    scale: float
+    dtype: torch.dtype  # of dq in the end
+
+    def of(self, batches: slice) -> "Started":
+        return self._replace(**{name: getattr(self, name)[batches] for name in ("minus_lse", "minus_delta", "dq")})
+
+
+def start_backward(q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scale: float) -> Started:
+    """What the visits of a backward pass share; `q` is not empty."""
+    tile = backward_tile(q.shape[3], dout.shape[3])
+    n_batches, n_q, n_heads, head_dim = q.shape
+    tiles = triton.cdiv(n_q, tile.block_q)
+    out, dout = aligned(result.out), aligned(dout)
+    lse = result.lse.contiguous()
+    rows = torch.empty(2, n_batches, n_heads, tiles * tile.block_q, dtype=torch.float32, device=q.device)
+    dq = torch.zeros(n_batches, n_heads, tiles, tile.block_q * tile.block_d, dtype=torch.float32, device=q.device)
+    stride_ob, stride_os, stride_oh, _ = out.stride()
+    stride_db, stride_ds, stride_dh, _ = dout.stride()
+    stride_lb, stride_lh, stride_ls = (0, 0, 0) if dlse is None else dlse.stride()
+    _start_kernel[(n_batches * n_heads * tiles,)](
+        out=out,
+        dout=dout,
+        lse=lse,
+        dlse=dlse,
+        minus_lse=rows[0],
+        minus_delta=rows[1],
+        stride_ob=stride_ob,
+        stride_os=stride_os,
+        stride_oh=stride_oh,
+        stride_db=stride_db,
+        stride_ds=stride_ds,
+        stride_dh=stride_dh,
+        stride_lb=stride_lb,
+        stride_lh=stride_lh,
+        stride_ls=stride_ls,
+        n_q=n_q,
+        n_heads=n_heads,
+        n_blocks=tiles,
+        scale=scale,
+        DV=dout.shape[3],
+        BLOCK=tile.block_q,
+        BLOCK_DV=tile.block_dv,
+        HAS_DLSE=dlse is not None,
+        num_warps=4,
+    )
+    return Started(rows[0], rows[1], dq, n_q, head_dim, dout.shape[3], scale, q.dtype)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    state: Started,
+    visit: Visit,
+    scale: float,
+    take_dkv: Callable[[], tuple[Tensor, Tensor]],
+    first: bool,
+) -> None:
+    """As `reference.backward`, of tensors that are not empty. Sums of dK and dV: Note [Long sums] of launch.py."""
+    q, k, v, dout = map(aligned, (q, k, v, dout))
+    tile = backward_tile(q.shape[3], v.shape[3])
+    n_batches, n_q, n_heads, _ = q.shape
+    kv_heads = k.shape[2]
+    dk, dv = take_dkv()
+    launches = launches_of(n_q, heads=n_heads // kv_heads)
+    with sums_of(launches, dk, dv) as (total_dk, total_dv):
+        for first_head, heads, low, high in launches:
+            stride_kb, stride_ks, stride_kh, _ = total_dk.stride()
+            stride_vb, stride_vs, stride_vh, _ = total_dv.stride()
+            backward_kernel[(triton.cdiv(k.shape[1], tile.block_k), kv_heads, n_batches)](
+                q_desc=_descriptor(q, tile.block_q, tile.block_d),
+                k_desc=_descriptor(k, tile.block_k, tile.block_d),
+                v_desc=_descriptor(v, tile.block_k, tile.block_dv),
+                dout_desc=_descriptor(dout, tile.block_q, tile.block_dv),
+                lse=state.minus_lse,
+                delta=state.minus_delta,
+                dq=state.dq,
+                dk=total_dk,
+                dv=total_dv,
+                ranges=_query_ranges(visit, tile.block_k, low, high, q.device),
+                seen=seen_rows_of(visit, q.device),
+                stride_kb=stride_kb,
+                stride_ks=stride_ks,
+                stride_kh=stride_kh,
+                stride_vb=stride_vb,
+                stride_vs=stride_vs,
+                stride_vh=stride_vh,
+                n_q=n_q,
+                n_k=k.shape[1],
+                n_tiles_q=state.dq.shape[2],
+                heads_per_kv=n_heads // kv_heads,
+                first_head=first_head,
+                heads=heads,
+                scale=scale,
+                scale_log2=scale * LOG2E,
+                D=q.shape[3],
+                DV=v.shape[3],
+                BLOCK_Q=tile.block_q,
+                BLOCK_K=tile.block_k,
+                BLOCK_D=tile.block_d,
+                BLOCK_DV=tile.block_dv,
+                STAGES=tile.stages,
+                ADD=not first or first_head > 0 or low > 0,
+                INIT=2,
+                RED=True,
+                ds_layout=_layout((tile.block_k, tile.block_q), q.dtype),
+                num_warps=4,
+                maxnreg=168,
+            )
+
+
+def finish_backward(state: Started) -> Tensor:
+    """dQ `(b, s, h, d)`, contiguous."""
+    tile = backward_tile(state.head_dim, state.v_dim)
+    n_batches, n_heads, tiles, _ = state.dq.shape
+    dq = torch.empty(n_batches, state.n_q, n_heads, state.head_dim, dtype=state.dtype, device=state.dq.device)
+    _finish_kernel[(n_batches * n_heads * tiles,)](
+        total=state.dq,
+        dq=dq,
+        n_q=state.n_q,
+        n_heads=n_heads,
+        tiles=tiles,
+        scale=state.scale,
+        D=state.head_dim,
+        BLOCK_Q=tile.block_q,
+        BLOCK_D=tile.block_d,
+        num_warps=4,
+    )
+    return dq
+
+
+@lru_cache(maxsize=256)
+def _query_ranges(visit: Visit, block: int, low: int, high: int, device: torch.device) -> Tensor:
+    """Which of the query rows from `low` to `high`, both ends of tiles, see each block of keys.
+
+    All four are 0 where none does: a block that nothing adds to is still written, from a tile that is there.
+    """
+    ranges = visit.query_ranges(block).clamp(low, high)
+    return to_device(torch.where(ranges[:, :1] == ranges[:, 3:], 0, ranges), device)
+
+
+@lru_cache
+def _layout(shape: tuple[int, ...], dtype: torch.dtype):
+    """How a tile of that shape lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(shape), DTYPES[dtype])
+
+
+def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """`[rows, cols]` tiles of a head of `x`; past its end come zeros."""
+    box = [1, rows, 1, cols]
+    return TensorDescriptor(x, list(x.shape), tma_strides(x), box, _layout((1, rows, 1, cols), x.dtype))

@@ -1,0 +1,92 @@
+"""What launchers of kernels share: launches that sum over few rows, tables on the device, tensors as TMA takes them.
+
+Note [Long sums]. Tensor cores truncate when they accumulate, so a sum's error grows with its length: on an H200, dK
+over 4 heads x 65536 queries was 1.4 times as wrong in fp16 as over one head's, dQ over a million keys 1.13 times as
+wrong in bf16 as FlashAttention-2's. So one launch backward sums over LONGEST_SUM rows at most, and launches add in
+memory, which rounds.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .mask import Mask
+from .plan import TABLE_BYTES, Visit, keep_by_bytes
+
+LONGEST_SUM = 2**16  # rows: see Note [Long sums]
+MOST_BATCHES = 2**16 - 1  # of one launch: what CUDA takes as a grid's second or third dimension
+
+
+@lru_cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability; (8, 0) for a CPU, where the interpreter runs kernels without TMA."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+def launches_of(rows: int, heads: int) -> list[tuple[int, int, int, int]]:
+    """`(first_head, n_heads, low, high)` of each launch that sums over `rows` of `heads`: see Note [Long sums]."""
+    per_launch = max(1, min(heads, LONGEST_SUM // max(rows, 1)))
+    return [
+        (first_head, min(per_launch, heads - first_head), low, min(low + LONGEST_SUM, rows))
+        for first_head in range(0, heads, per_launch)
+        for low in range(0, max(rows, 1), LONGEST_SUM)
+    ]
+
+
+@contextmanager
+def sums_of(launches: list, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Where launches put their sums: the results themselves, or fp32 in their place when several launches add."""
+    sums = results if len(launches) == 1 else tuple(x.to(torch.float32) for x in results)
+    yield sums
+    for result, total in zip(results, sums, strict=True):
+        if total is not result:
+            result.copy_(total)
+
+
+def batches_of(x: Tensor) -> list[slice]:
+    """The batches of each launch."""
+    return [slice(begin, begin + MOST_BATCHES) for begin in range(0, x.shape[0], MOST_BATCHES)]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x` itself where kernels and TMA can read it: unit stride in the head dim, the rest multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    good = x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    for dim in range(3):
+        if x.shape[dim] > 1:
+            good = good and x.stride(dim) > 0 and x.stride(dim) % unit == 0 and x.stride(1) < 2**23
+    return x if good else x.clone(memory_format=torch.contiguous_format)
+
+
+def tma_strides(x: Tensor) -> list[int]:
+    """The strides of an aligned tensor for a descriptor, which wants them of dimensions of size 1 too."""
+    return [*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)), 1]
+
+
+@lru_cache(maxsize=256)
+def ranges_of(visit: Visit, blocks: Literal["queries", "keys"], block: int, device: torch.device) -> Tensor:
+    """What each block of queries or keys sees of the other side: int32 `(blocks, 4)`, see `plan.block_ranges`."""
+    return to_device(visit.key_ranges(block) if blocks == "queries" else visit.query_ranges(block), device)
+
+
+def seen_rows_of(visit: Visit, device: torch.device) -> Tensor | None:
+    """The range of key rows that each query row sees; under the full mask none is needed."""
+    return None if visit.mask == Mask() else _row_table(visit, device)
+
+
+@keep_by_bytes(TABLE_BYTES)
+def _row_table(visit: Visit, device: torch.device) -> Tensor:
+    return to_device(visit.seen_rows(), device)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Without stopping the host: from pinned memory. What comes here is kept and used again, so not inside a graph."""
+    if device.type != "cuda":
+        return x.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run attention on these shapes, masks and layouts once before capturing a CUDA graph of it")
+    return x.pin_memory().to(device, non_blocking=True)

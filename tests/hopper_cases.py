@@ -1,0 +1,130 @@
+"""Everything around the Hopper kernels against the fp64 oracle, on a CPU: the launchers, the state of a backward pass, the
+two small kernels in Triton's interpreter. Doubles stand in for the Gluon kernels. Run by test_hopper_kernel.py.
+"""
+
+import os
+from math import inf, nan
+
+import hopper_emulation as emulation
+import pytest
+import torch
+from emulate import emulate_ring
+from interpreter_cases import BACKEND, MASKS, TOLERANCE, check, dense
+
+from ringflash import flash_attention, hopper_kernel, launch, local_kernel, plan
+from ringflash.mask import Mask
+from ringflash.merge import Partial
+from ringflash.testing import random_inputs, relative_error
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("run with TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def doubles(monkeypatch) -> tuple[emulation.Double, emulation.Double]:
+    """A Hopper GPU's choices, and doubles of its kernels."""
+    forward, backward = emulation.Double(emulation.forward), emulation.Double(emulation.backward)
+    monkeypatch.setattr(hopper_kernel, "forward_kernel", forward)
+    monkeypatch.setattr(hopper_kernel, "backward_kernel", backward)
+    monkeypatch.setattr(local_kernel, "capability_of", lambda device: (9, 0))
+    return forward, backward
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_ring_of_hopper_kernels_matches_dense_attention(doubles, layout, mask):
+    inputs = random_inputs(2, 403, 4, 64, kv_heads=2, dtype=torch.float16)
+    check(emulate_ring(BACKEND, inputs, MASKS[mask], layout, 2), dense(inputs, MASKS[mask]), TOLERANCE[torch.float16])
+    assert all(double.launches for double in doubles)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "v_dim"),
+    [(4, 4, 128, 128), (6, 2, 96, 64), (2, 1, 40, 24), (2, 2, 64, 128), (1, 1, 192, 128), (2, 1, 256, 16)],
+)
+def test_heads_and_dims_match_dense_attention(doubles, heads, kv_heads, dim, v_dim):
+    inputs = random_inputs(1, 203, heads, dim, kv_heads=kv_heads, v_head_dim=v_dim, dtype=torch.float16)
+    results = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2)
+    check(results, dense(inputs, Mask(right=0)), TOLERANCE[torch.float16])
+    assert doubles[0].launches and bool(doubles[1].launches) == (max(dim, v_dim) <= 128)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_sums_are_made_in_several_launches(monkeypatch, doubles, mask, dim):
+    monkeypatch.setattr(launch, "LONGEST_SUM", 128)
+    inputs = random_inputs(1, 500, 4, dim, kv_heads=2, dtype=torch.float16)
+    check(emulate_ring(BACKEND, inputs, MASKS[mask], "contiguous", 1), dense(inputs, MASKS[mask]), 1e-3)
+    assert len(doubles[1].launches) == 2 * 4
+
+
+@pytest.mark.parametrize(("query_len", "key_len"), [(1, 1), (1, 300), (300, 1), (200, 301), (301, 200)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_unequal_lengths_and_rows_that_see_nothing(mask, query_len, key_len):
+    inputs = random_inputs(1, query_len, 2, 64, key_len=key_len, dtype=torch.float16)
+    visit = plan.plan_one(MASKS[mask], query_len, key_len).visits[0]
+    assert visit is not None
+    q, k, v, dout, dlse = inputs
+    total = Partial(torch.full_like(dout, nan), torch.full_like(dlse, nan))
+    BACKEND.forward(q, k, v, visit, 0.125, into=total, first=True)
+    empty = total.lse.isinf()
+    state = BACKEND.start_backward(q, total, dout, dlse.masked_fill(empty, 0.0), 0.125, q.dtype)
+    dk, dv = torch.full_like(k, nan), torch.full_like(v, nan)
+    BACKEND.backward(q, k, v, dout, state, visit, 0.125, take_dkv=lambda: (dk, dv), first=True)
+    dq = BACKEND.finish_backward(state)
+    expected = dense(inputs, MASKS[mask])
+    assert torch.equal(empty, expected[1].isinf())
+    assert not dq[empty.transpose(1, 2)].any() and not total.out[empty.transpose(1, 2)].any()
+    for got, want in zip((*total, dq, dk, dv), expected, strict=True):
+        assert (got.double() - want)[want.isfinite()].norm() <= 1e-3 * (want[want.isfinite()].norm() + 1)
+
+
+def test_more_batches_than_a_grid_takes_are_several_launches(monkeypatch, doubles):
+    inputs = random_inputs(5, 33, 2, 64, kv_heads=1, dtype=torch.float16)
+    whole = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2)
+    for double in doubles:
+        double.launches.clear()
+    monkeypatch.setattr(launch, "MOST_BATCHES", 2)
+    assert all(map(torch.equal, emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2), whole))
+    assert {grid[-1] for double in doubles for grid, _ in double.launches} == {1, 2}
+
+
+def test_deterministic_gradients_take_the_portable_kernels(doubles):
+    q, k, v, dout, _ = random_inputs(1, 70, 2, 64, dtype=torch.float16)
+    gradients = []
+    for deterministic in (True, False):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attention(*leaves, causal=True, deterministic=deterministic, backend="triton")
+        gradients.append(torch.autograd.grad(out, leaves, dout))
+        assert len(doubles[1].launches) == (0 if deterministic else 1)
+    assert all(relative_error(a, b) < 1e-3 for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (40, 24), (128, 96), (72, 128)])
+@pytest.mark.parametrize("query_len", [1, 64, 129, 300])
+def test_dq_comes_out_of_the_order_of_registers(query_len, dim, v_dim):
+    q, _, _, dout, dlse = random_inputs(2, query_len, 3, dim, v_head_dim=v_dim, dtype=torch.float16)
+    state = hopper_kernel.start_backward(q, Partial(dout, dlse), dout, None, 0.5)
+    tile = hopper_kernel.backward_tile(dim, v_dim)
+    wanted = torch.randn(q.shape)
+    for part in (0.25 * wanted, 0.75 * wanted):
+        emulation.dq_in_register_order(state, part, tile.block_q, tile.block_d)
+    dq = hopper_kernel.finish_backward(state)
+    assert dq.dtype == torch.float16 and torch.allclose(dq.float(), 0.5 * wanted, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_dlse", [True, False])
+@pytest.mark.parametrize(("query_len", "dim"), [(1, 64), (200, 40), (128, 128)])
+def test_a_pass_starts_with_rows_of_whole_tiles(query_len, dim, has_dlse):
+    q, _, _, dout, dlse = random_inputs(2, query_len, 3, dim, dtype=torch.float16)
+    out, lse = torch.randn_like(dout), torch.randn_like(dlse)
+    lse[1, 2, 0] = -inf
+    strided = dlse.transpose(1, 2).contiguous().transpose(1, 2)
+    state = hopper_kernel.start_backward(q, Partial(out, lse), dout, strided if has_dlse else None, 0.5)
+    rows = state.minus_lse.shape[2]
+    assert rows % hopper_kernel.backward_tile(dim, dim).block_q == 0 and rows - query_len < 128
+    delta = (out.float() * dout.float()).sum(3).transpose(1, 2) - (dlse if has_dlse else 0.0)
+    assert torch.allclose(state.minus_delta[..., :query_len], -delta, rtol=1e-5, atol=1e-5)
+    assert torch.equal(state.minus_lse[..., :query_len], torch.where(lse == -inf, -inf, -lse / 0.5))
+    assert (state.minus_lse[..., query_len:] == -inf).all() and not state.minus_delta[..., query_len:].any()
+    assert not state.dq.any()

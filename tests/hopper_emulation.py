@@ -1,0 +1,154 @@
+"""The Hopper kernels' doubles: what the Gluon kernels do with their launchers' arguments, tile by tile, in plain torch.
+
+Gluon has no interpreter. With these in the kernels' places everything around them runs on a CPU: tiles, padding, tables,
+splitting of launches, the sum of dQ in the order of registers. They read nothing but what a launcher passes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.hopper_kernel import Started
+
+NEG_INF = float("-inf")
+
+
+class Double:
+    """In place of a kernel: `double[grid](**arguments)` runs `program(grid, **arguments)` and keeps both."""
+
+    def __init__(self, program: Callable[..., None]):
+        self.program = program
+        self.launches: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(**arguments: Any) -> None:
+            self.launches.append((grid, arguments))
+            self.program(grid, **arguments)
+
+        return launch
+
+
+def tile_of(descriptor: Any, batch: int, row: int, head: int) -> Tensor:
+    """`[rows, cols]` in fp32: what TMA loads, zeros past the tensor's end."""
+    _, rows, _, cols = descriptor.block_shape
+    tile = torch.zeros(rows, cols)
+    inside = descriptor.base[batch, row : row + rows, head].float()
+    tile[: inside.shape[0], : inside.shape[1]] = inside
+    return tile
+
+
+def tiles_seen(ranges: Tensor, block: int, size: int) -> tuple[range, range, bool]:
+    """The tiles that a block visits, at least one; those of them that need no mask; whether it sees nothing."""
+    begin, full_begin, full_end, end = ranges[block].tolist()
+    first, stop = begin // size, max(-(-end // size), begin // size + 1)
+    full_first = min(-(-full_begin // size), stop)
+    return range(first, stop), range(full_first, min(max(full_end // size, full_first), stop)), begin == end
+
+
+def seen_by_rows(seen: Tensor | None, rows: Tensor, n_q: int, n_k: int) -> tuple[Tensor, Tensor]:
+    """`(first, last)` key row of each query row; nothing past the last query where there is a table."""
+    if seen is None:
+        return torch.zeros_like(rows), torch.full_like(rows, n_k)
+    inside = rows.clamp(max=n_q - 1)
+    return tuple(torch.where(rows < n_q, end[inside], 0) for end in seen)  # pyright: ignore[reportReturnType]
+
+
+def forward(grid: tuple[int, ...], **a: Any) -> None:
+    n_q, n_k, block_k, n_blocks = a["n_q"], a["n_k"], a["BLOCK_K"], a["n_blocks"]
+    block_q = a["ROWS"] * a["CONSUMERS"]
+    assert grid[0] == n_blocks * a["n_heads"] and a["out"].stride()[:3] == (
+        a["stride_ob"],
+        a["stride_os"],
+        a["stride_oh"],
+    )
+    for batch in range(grid[1]):
+        for head, block in ((h, b) for h in range(a["n_heads"]) for b in range(n_blocks)):
+            tiles, full, nothing = tiles_seen(a["ranges"], block, block_k)
+            if a["MERGE"] and nothing:
+                continue
+            rows = torch.arange(block * block_q, (block + 1) * block_q)
+            first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
+            q = torch.cat([tile_of(a["q_desc"], batch, row, head) for row in rows[:: a["ROWS"]].tolist()])
+            scores, values = [], []
+            for tile in tiles:
+                key = torch.arange(tile * block_k, (tile + 1) * block_k)
+                s = q @ tile_of(a["k_desc"], batch, tile * block_k, head // a["heads_per_kv"]).T * a["scale_log2"]
+                if tile not in full:
+                    s = s.masked_fill((key < first[:, None]) | (key >= last[:, None]), NEG_INF)
+                scores.append(s)
+                values.append(tile_of(a["v_desc"], batch, tile * block_k, head // a["heads_per_kv"]))
+            scores = torch.cat(scores, 1)
+            lse = torch.logsumexp(scores * 0.6931471805599453, 1)
+            pivot = torch.where(lse == NEG_INF, 0.0, lse)
+            out = torch.exp(scores * 0.6931471805599453 - pivot[:, None]) @ torch.cat(values)
+            here = slice(block * block_q, min(n_q, (block + 1) * block_q))
+            out, lse = out[: here.stop - here.start, : a["DV"]], lse[: here.stop - here.start]
+            if a["MERGE"]:
+                before = a["lse"][batch, head, here]
+                total = torch.logaddexp(before, lse)
+                pivot = torch.where(total == NEG_INF, 0.0, total)
+                weights = torch.exp(before - pivot)[:, None], torch.exp(lse - pivot)[:, None]
+                out, lse = a["out"][batch, here, head] * weights[0] + out * weights[1], total
+            a["out"][batch, here, head] = out.to(a["out"].dtype)
+            a["lse"][batch, head, here] = lse
+
+
+def register_places(block_q: int, block_d: int) -> Tensor:
+    """`(block_q, block_d)`: where in a tile of the sum the element of that row and column lies."""
+    row, col = torch.arange(block_q)[:, None], torch.arange(block_d)[None, :]
+    if block_q == 128:  # a warpgroup has 64 rows, else half of the columns
+        warpgroup, row = row // 64, row % 64
+    else:
+        warpgroup, col = col // (block_d // 2), col % (block_d // 2)
+    half = block_q * block_d // 2
+    # _add_tile: four floats (upper or lower 8 rows, even or odd column) for each thread, 16 bytes after the next
+    thread = row // 16 * 128 + row % 8 * 16 + col // 8 * (64 * 8) + col % 8 // 2 * 4
+    return warpgroup * half + thread + row % 16 // 8 * 2 + col % 2
+
+
+def backward(grid: tuple[int, ...], **a: Any) -> None:
+    n_q, n_k, block_q, block_k, tiles_q = a["n_q"], a["n_k"], a["BLOCK_Q"], a["BLOCK_K"], a["n_tiles_q"]
+    narrow = a["q_desc"].base.dtype  # of P and dS
+    places = register_places(block_q, a["BLOCK_D"]).flatten()
+    for batch, kv_head, block in ((b, g, i) for b in range(grid[2]) for g in range(grid[1]) for i in range(grid[0])):
+        tiles, full, nothing = tiles_seen(a["ranges"], block, block_q)
+        if a["ADD"] and nothing:
+            continue
+        key = torch.arange(block * block_k, (block + 1) * block_k)
+        full = full if int(key[-1]) < n_k else range(0)
+        k = tile_of(a["k_desc"], batch, block * block_k, kv_head)
+        v = tile_of(a["v_desc"], batch, block * block_k, kv_head)
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        first_head = kv_head * a["heads_per_kv"] + a["first_head"]
+        for head, tile in ((h, t) for h in range(first_head, first_head + a["heads"]) for t in tiles):
+            assert tile < tiles_q, "a tile that is not there"
+            rows = torch.arange(tile * block_q, (tile + 1) * block_q)
+            q = tile_of(a["q_desc"], batch, tile * block_q, head)
+            dout = tile_of(a["dout_desc"], batch, tile * block_q, head)
+            scores = k @ q.T + a["lse"][batch, head, rows]
+            if tile not in full:
+                first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
+                scores = scores.masked_fill((key[:, None] < first) | (key[:, None] >= last), NEG_INF)
+            p = torch.exp2(scores * a["scale_log2"])
+            ds = (p * (v @ dout.T + a["delta"][batch, head, rows])).to(narrow).float()
+            dv += p.to(narrow).float() @ dout
+            dk += ds @ q
+            a["dq"][batch, head, tile, places] += (ds.T @ k).flatten()
+        here = slice(block * block_k, min(n_k, (block + 1) * block_k))
+        for result, total in ((a["dk"], dk * a["scale"]), (a["dv"], dv)):
+            total = total[: here.stop - here.start, : result.shape[3]]
+            result[batch, here, kv_head] = (result[batch, here, kv_head] + total if a["ADD"] else total).to(
+                result.dtype
+            )
+
+
+def dq_in_register_order(state: Started, dq: Tensor, block_q: int, block_d: int) -> None:
+    """Add `dq (b, s, h, d)` to the state's sum, as the kernels would."""
+    b, s, h, d = dq.shape
+    tiles = state.dq.shape[2]
+    padded = torch.zeros(b, tiles * block_q, h, block_d)
+    padded[:, :s, :, :d] = dq
+    whole = padded.view(b, tiles, block_q, h, block_d).permute(0, 3, 1, 2, 4).reshape(b, h, tiles, -1)
+    state.dq[..., register_places(block_q, block_d).flatten()] += whole

@@ -1,0 +1,128 @@
+"""The Hopper kernels without a GPU: which passes take them, all around them in the interpreter, and what they compile to."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
+
+from compile_kernels import Compiled, compile_hopper
+
+from ringflash import local_kernel
+from ringflash.hopper_kernel import backward_tile, forward_tile, heads_together
+from ringflash.local_kernel import kernel_of
+
+CASES = Path(__file__).with_name("hopper_cases.py")
+SHARED_BYTES = 232_448
+HALF = [torch.float16, torch.bfloat16]
+
+
+def test_hopper_passes_match_dense_attention_with_doubles_of_the_gluon_kernels():
+    # In a process of its own: triton decides when a kernel is defined whether it will be interpreted.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_hopper_gpus_take_their_own_kernels(dtype):
+    for dims in ((64, 64), (128, 128), (16, 128), (96, 40)):
+        assert kernel_of("forward", *dims, dtype, (9, 0)) == kernel_of("backward", *dims, dtype, (9, 0)) == "hopper"
+    for dims in ((256, 256), (192, 128), (64, 136)):
+        assert kernel_of("forward", *dims, dtype, (9, 0)) == "hopper"
+        assert kernel_of("backward", *dims, dtype, (9, 0)) == "portable"
+
+
+def test_other_gpus_and_fp32_take_the_portable_kernels(monkeypatch):
+    for which in ("forward", "backward"):
+        for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+            assert kernel_of(which, 128, 128, torch.bfloat16, capability) == "portable"
+        assert kernel_of(which, 128, 128, torch.float32, (9, 0)) == "portable"
+    monkeypatch.setattr(local_kernel, "HAS_GLUON", False)
+    assert kernel_of("forward", 128, 128, torch.bfloat16, (9, 0)) == "portable"
+
+
+def test_deterministic_is_about_the_backward_pass():
+    options = (128, 128, torch.bfloat16, (9, 0))
+    assert kernel_of("forward", *options, deterministic=True) == "hopper"
+    assert kernel_of("backward", *options, deterministic=True) == "portable"
+
+
+@pytest.mark.parametrize("tile_of", [forward_tile, backward_tile])
+def test_tiles_hold_every_head_dim(tile_of):
+    dims = range(16, 257 if tile_of is forward_tile else 129, 8)
+    for head_dim, v_dim in product(dims, dims):
+        tile = tile_of(head_dim, v_dim)
+        assert tile.block_d >= head_dim and tile.block_dv >= v_dim
+        assert {tile.block_d, tile.block_dv} <= {64, 128, 256}
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "together"),
+    [(16384, 16, 16, 4), (16384, 32, 8, 16), (128, 12, 12, 12), (2**20, 8, 4, 2)],
+)
+def test_heads_that_run_together_share_the_cache(rows, heads, kv_heads, together):
+    k = torch.empty(1, rows, kv_heads, 128, dtype=torch.bfloat16, device="meta")
+    assert heads_together(k, k, heads) == together
+
+
+# kernel, dtype, head dim, v's, options of compile_hopper
+Variant = tuple[str, torch.dtype, int, int, tuple[tuple[str, bool], ...]]
+TUNED: list[Variant] = [
+    *(
+        ("forward", torch.bfloat16, dim, dim, options)
+        for dim in (64, 128)
+        for options in ((), (("accumulate", True),), (("full", True),))
+    ),
+    ("forward", torch.float16, 96, 96, ()),
+]
+OTHERS: list[Variant] = [
+    ("forward", torch.bfloat16, 256, 256, (("accumulate", True),)),
+    ("forward", torch.bfloat16, 192, 128, ()),
+    ("backward", torch.bfloat16, 64, 64, ()),
+    ("backward", torch.bfloat16, 128, 128, ()),
+    ("backward", torch.bfloat16, 128, 128, (("accumulate", True), ("full", True))),
+    ("backward", torch.float16, 64, 128, (("accumulate", True),)),
+]
+
+
+def describe(variant: Variant) -> str:
+    kernel, dtype, dim, v_dim, options = variant
+    return "-".join([kernel, f"{dtype}"[6:], f"d{dim}", f"v{v_dim}", *(name for name, _ in options)])
+
+
+def compiled(variant: Variant) -> Compiled:
+    *arguments, options = variant
+    return compile_hopper(*arguments, **dict(options))
+
+
+@pytest.fixture(scope="module")
+def code() -> Iterator[Callable[[Variant], Compiled]]:
+    """What a variant compiles to. All of them compile at once, as many side by side as there are cores."""
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
+        futures = {variant: pool.submit(compiled, variant) for variant in TUNED + OTHERS}
+        yield lambda variant: futures[variant].result()
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", TUNED + OTHERS, ids=describe)
+def test_kernels_use_wgmma_and_tma_and_fit_in_shared_memory(variant, code):
+    made = code(variant)
+    assert made.uses_wgmma and made.uses_tma
+    assert made.adds_four_floats_at_a_time == (variant[0] == "backward")
+    assert made.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", TUNED, ids=describe)
+def test_the_forward_pass_spills_nothing(variant, code):
+    assert code(variant).spilled_bytes == 0
