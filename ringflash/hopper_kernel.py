@@ -198,8 +198,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
         MERGE=not first,
         Q_IN_REGISTERS=tile.q_in_registers,
         PINGPONG=True,
-        LAZY=False,
-        FENCE=False,
         num_warps=4,
         maxnreg=tile.registers,
     )
@@ -287,10 +285,8 @@ def backward(
     kv_heads = k.shape[2]
     dk, dv = take_dkv()
     launches = launches_of(n_q, heads=n_heads // kv_heads)
-    with sums_of(launches, dk, dv) as (total_dk, total_dv):
+    with sums_of(launches, dk, dv, contiguous=True) as (total_dk, total_dv):
         for first_head, heads, low, high in launches:
-            stride_kb, stride_ks, stride_kh, _ = total_dk.stride()
-            stride_vb, stride_vs, stride_vh, _ = total_dv.stride()
             backward_kernel[(triton.cdiv(k.shape[1], tile.block_k), kv_heads, n_batches)](
                 q_desc=_descriptor(q, tile.block_q, tile.block_d),
                 k_desc=_descriptor(k, tile.block_k, tile.block_d),
@@ -303,12 +299,6 @@ def backward(
                 dv=total_dv,
                 ranges=_query_ranges(visit, tile.block_k, low, high, q.device),
                 seen=seen_rows_of(visit, q.device),
-                stride_kb=stride_kb,
-                stride_ks=stride_ks,
-                stride_kh=stride_kh,
-                stride_vb=stride_vb,
-                stride_vs=stride_vs,
-                stride_vh=stride_vh,
                 n_q=n_q,
                 n_k=k.shape[1],
                 n_tiles_q=state.dq.shape[2],
@@ -316,7 +306,6 @@ def backward(
                 first_head=first_head,
                 heads=heads,
                 scale=scale,
-                scale_log2=scale * LOG2E,
                 D=q.shape[3],
                 DV=v.shape[3],
                 BLOCK_Q=tile.block_q,
@@ -325,8 +314,6 @@ def backward(
                 BLOCK_DV=tile.block_dv,
                 STAGES=tile.stages,
                 ADD=not first or first_head > 0 or low > 0,
-                INIT=2,
-                RED=True,
                 ds_layout=_layout((tile.block_k, tile.block_q), q.dtype),
                 num_warps=4,
                 maxnreg=168,

@@ -38,9 +38,13 @@ def launches_of(rows: int, heads: int) -> list[tuple[int, int, int, int]]:
 
 
 @contextmanager
-def sums_of(launches: list, *results: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Where launches put their sums: the results themselves, or fp32 in their place when several launches add."""
+def sums_of(launches: list, *results: Tensor, contiguous: bool = False) -> Iterator[tuple[Tensor, ...]]:
+    """Where launches put their sums: the results themselves, or fp32 in their place when several launches add.
+
+    When they must be `contiguous`, results that are not (some rows of several batches) are copied there and back.
+    """
     sums = results if len(launches) == 1 else tuple(x.to(torch.float32) for x in results)
+    sums = tuple(x.contiguous() for x in sums) if contiguous else sums
     yield sums
     for result, total in zip(results, sums, strict=True):
         if total is not result:

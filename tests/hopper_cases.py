@@ -1,5 +1,5 @@
-"""Everything around the Hopper kernels against the fp64 oracle, on a CPU: the launchers, the state of a backward pass, the
-two small kernels in Triton's interpreter. Doubles stand in for the Gluon kernels. Run by test_hopper_kernel.py.
+"""What is around the Hopper kernels against the fp64 oracle, on a CPU: the launchers, the state of a backward pass, two
+small kernels in Triton's interpreter. Doubles stand in for the Gluon kernels. Run by test_hopper_kernel.py.
 """
 
 import os

@@ -1,9 +1,10 @@
 """The Hopper kernels' doubles: what the Gluon kernels do with their launchers' arguments, tile by tile, in plain torch.
 
-Gluon has no interpreter. With these in the kernels' places everything around them runs on a CPU: tiles, padding, tables,
+Gluon has no interpreter. With these in the kernels' places all around them runs on a CPU: tiles, padding, tables,
 splitting of launches, the sum of dQ in the order of registers. They read nothing but what a launcher passes.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from ringflash.hopper_kernel import Started
 
 NEG_INF = float("-inf")
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 
 
 class Double:
@@ -80,9 +82,9 @@ def forward(grid: tuple[int, ...], **a: Any) -> None:
                 scores.append(s)
                 values.append(tile_of(a["v_desc"], batch, tile * block_k, head // a["heads_per_kv"]))
             scores = torch.cat(scores, 1)
-            lse = torch.logsumexp(scores * 0.6931471805599453, 1)
+            lse = torch.logsumexp(scores * LN2, 1)
             pivot = torch.where(lse == NEG_INF, 0.0, lse)
-            out = torch.exp(scores * 0.6931471805599453 - pivot[:, None]) @ torch.cat(values)
+            out = torch.exp(scores * LN2 - pivot[:, None]) @ torch.cat(values)
             here = slice(block * block_q, min(n_q, (block + 1) * block_q))
             out, lse = out[: here.stop - here.start, : a["DV"]], lse[: here.stop - here.start]
             if a["MERGE"]:
@@ -131,13 +133,14 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
             if tile not in full:
                 first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
                 scores = scores.masked_fill((key[:, None] < first) | (key[:, None] >= last), NEG_INF)
-            p = torch.exp2(scores * a["scale_log2"])
+            p = torch.exp2(scores * a["scale"] * LOG2E)
             ds = (p * (v @ dout.T + a["delta"][batch, head, rows])).to(narrow).float()
             dv += p.to(narrow).float() @ dout
             dk += ds @ q
             a["dq"][batch, head, tile, places] += (ds.T @ k).flatten()
         here = slice(block * block_k, min(n_k, (block + 1) * block_k))
         for result, total in ((a["dk"], dk * a["scale"]), (a["dv"], dv)):
+            assert result.is_contiguous() and result.shape[:3] == (grid[2], n_k, grid[1])
             total = total[: here.stop - here.start, : result.shape[3]]
             result[batch, here, kv_head] = (result[batch, here, kv_head] + total if a["ADD"] else total).to(
                 result.dtype

@@ -1,4 +1,4 @@
-"""The Hopper kernels without a GPU: which passes take them, all around them in the interpreter, and what they compile to."""
+"""The Hopper kernels without a GPU: which passes take them, what is around them, and what they compile to."""
 
 import multiprocessing
 import os
