@@ -169,8 +169,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     tile = forward_tile(q.shape[3], v.shape[3])
     n_batches, n_q, n_heads, _ = q.shape
     n_blocks = triton.cdiv(n_q, tile.block_q)
+    n_work = n_batches * n_heads * n_blocks
     stride_ob, stride_os, stride_oh, _ = into.out.stride()
-    forward_kernel[(n_blocks * n_heads, n_batches)](
+    forward_kernel[(n_work,)](
         q_desc=_descriptor(q, ROWS, tile.block_d),
         k_desc=_descriptor(k, tile.block_k, tile.block_d),
         v_desc=_descriptor(v, tile.block_k, tile.block_dv),
@@ -185,6 +186,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
         n_k=k.shape[1],
         n_blocks=n_blocks,
         n_heads=n_heads,
+        n_work=n_work,
         heads_per_kv=n_heads // k.shape[2],
         heads_together=heads_together(k, v, n_heads),
         scale_log2=scale * LOG2E,

@@ -86,7 +86,9 @@ def test_more_batches_than_a_grid_takes_are_several_launches(monkeypatch, double
         double.launches.clear()
     monkeypatch.setattr(launch, "MOST_BATCHES", 2)
     assert all(map(torch.equal, emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2), whole))
-    assert {grid[-1] for double in doubles for grid, _ in double.launches} == {1, 2}
+    forward, backward = doubles
+    assert {arguments["n_work"] for _, arguments in forward.launches} == {2, 4}  # batches x heads
+    assert {grid[2] for grid, _ in backward.launches} == {1, 2}
 
 
 def test_deterministic_gradients_take_the_portable_kernels(doubles):

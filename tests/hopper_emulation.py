@@ -60,12 +60,14 @@ def seen_by_rows(seen: Tensor | None, rows: Tensor, n_q: int, n_k: int) -> tuple
 def forward(grid: tuple[int, ...], **a: Any) -> None:
     n_q, n_k, block_k, n_blocks = a["n_q"], a["n_k"], a["BLOCK_K"], a["n_blocks"]
     block_q = a["ROWS"] * a["CONSUMERS"]
-    assert grid[0] == n_blocks * a["n_heads"] and a["out"].stride()[:3] == (
+    n_batches = a["n_work"] // (n_blocks * a["n_heads"])
+    assert 1 <= grid[0] <= a["n_work"] == n_batches * n_blocks * a["n_heads"]
+    assert a["out"].stride()[:3] == (
         a["stride_ob"],
         a["stride_os"],
         a["stride_oh"],
     )
-    for batch in range(grid[1]):
+    for batch in range(n_batches):
         for head, block in ((h, b) for h in range(a["n_heads"]) for b in range(n_blocks)):
             tiles, full, nothing = tiles_seen(a["ranges"], block, block_k)
             if a["MERGE"] and nothing:
