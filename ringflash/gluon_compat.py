@@ -1,3 +1,5 @@
+# pyright: reportAttributeAccessIssue=false
+# (names differ between versions)
 """Gluon under one name where its versions differ: triton 3.6 (torch 2.11) to 3.9.
 
 Gluon is Triton's lower-level language; it ships in triton. What the Hopper kernels use of it is imported from here.

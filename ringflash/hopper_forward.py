@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 # (jitted code is Gluon's language, not Python's types)
 """The forward pass on Hopper GPUs (sm_90), in Gluon.
 

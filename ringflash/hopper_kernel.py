@@ -31,7 +31,7 @@ from torch import Tensor
 from .gluon_compat import TensorDescriptor, gl
 from .hopper_backward import backward_kernel
 from .hopper_forward import forward_kernel
-from .launch import aligned, launches_of, ranges_of, seen_rows_of, sums_of, tma_strides, to_device
+from .launch import aligned, count_blocks, launches_of, ranges_of, seen_rows_of, sums_of, tma_strides, to_device
 from .merge import Partial
 from .plan import Visit
 
@@ -168,7 +168,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     q, k, v = map(aligned, (q, k, v))
     tile = forward_tile(q.shape[3], v.shape[3])
     n_batches, n_q, n_heads, _ = q.shape
-    n_blocks = triton.cdiv(n_q, tile.block_q)
+    n_blocks = count_blocks(n_q, tile.block_q)
     n_work = n_batches * n_heads * n_blocks
     stride_ob, stride_os, stride_oh, _ = into.out.stride()
     forward_kernel[(n_work,)](
@@ -188,7 +188,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
         n_heads=n_heads,
         n_work=n_work,
         heads_per_kv=n_heads // k.shape[2],
-        heads_together=heads_together(k, v, n_heads),
+        heads_together=heads_together(n_heads, k.shape[2], k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize),
         scale_log2=scale * LOG2E,
         ROWS=ROWS,
         BLOCK_K=tile.block_k,
@@ -205,11 +205,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     )
 
 
-def heads_together(k: Tensor, v: Tensor, n_heads: int) -> int:
-    """How many query heads run side by side: those of as many key/value heads, a power of two, as fit in L2."""
-    head_bytes = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
-    kv_heads = 1 << int(math.log2(max(1.0, L2_BYTES / head_bytes)))
-    return min(n_heads, kv_heads * (n_heads // k.shape[2]))
+@lru_cache(maxsize=1024)
+def heads_together(n_heads: int, kv_heads: int, head_bytes: int) -> int:
+    """How many query heads run side by side: those of as many key/value heads, a power of two, as fit in L2.
+
+    `head_bytes` of keys and values a head.
+    """
+    fitting = 1 << int(math.log2(max(1.0, L2_BYTES / head_bytes)))
+    return min(n_heads, fitting * (n_heads // kv_heads))
 
 
 class Started(NamedTuple):
@@ -232,7 +235,7 @@ def start_backward(q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None
     """What the visits of a backward pass share; `q` is not empty."""
     tile = backward_tile(q.shape[3], dout.shape[3])
     n_batches, n_q, n_heads, head_dim = q.shape
-    tiles = triton.cdiv(n_q, tile.block_q)
+    tiles = count_blocks(n_q, tile.block_q)
     out, dout = aligned(result.out), aligned(dout)
     lse = result.lse.contiguous()
     rows = torch.empty(2, n_batches, n_heads, tiles * tile.block_q, dtype=torch.float32, device=q.device)
@@ -289,7 +292,7 @@ def backward(
     launches = launches_of(n_q, heads=n_heads // kv_heads)
     with sums_of(launches, dk, dv, contiguous=True) as (total_dk, total_dv):
         for first_head, heads, low, high in launches:
-            backward_kernel[(triton.cdiv(k.shape[1], tile.block_k), kv_heads, n_batches)](
+            backward_kernel[(count_blocks(k.shape[1], tile.block_k), kv_heads, n_batches)](
                 q_desc=_descriptor(q, tile.block_q, tile.block_d),
                 k_desc=_descriptor(k, tile.block_k, tile.block_d),
                 v_desc=_descriptor(v, tile.block_k, tile.block_dv),
@@ -360,5 +363,17 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype):
 
 def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """`[rows, cols]` tiles of a head of `x`; past its end come zeros."""
+    checked = _checked_descriptor(x.shape, x.stride(), x.dtype, rows, cols)
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(checked.__dict__, base=x)
+    return descriptor
+
+
+@lru_cache(maxsize=1024)
+def _checked_descriptor(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, cols: int
+) -> TensorDescriptor:
+    """A descriptor of no memory. Its constructor checks for longer than a launcher may take, so once for each kind."""
+    nothing = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     box = [1, rows, 1, cols]
-    return TensorDescriptor(x, list(x.shape), tma_strides(x), box, _layout((1, rows, 1, cols), x.dtype))
+    return TensorDescriptor(nothing, list(shape), tma_strides(shape, strides), box, _layout((1, rows, 1, cols), dtype))

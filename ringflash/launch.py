@@ -27,6 +27,11 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
+def count_blocks(rows: int, block: int) -> int:
+    """Blocks that hold all rows. (`triton.cdiv` takes 50 times as long on the host.)"""
+    return -(-rows // block)
+
+
 def launches_of(rows: int, heads: int) -> list[tuple[int, int, int, int]]:
     """`(first_head, n_heads, low, high)` of each launch that sums over `rows` of `heads`: see Note [Long sums]."""
     per_launch = max(1, min(heads, LONGEST_SUM // max(rows, 1)))
@@ -58,17 +63,19 @@ def batches_of(x: Tensor) -> list[slice]:
 
 def aligned(x: Tensor) -> Tensor:
     """`x` itself where kernels and TMA can read it: unit stride in the head dim, the rest multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    good = x.stride(3) == 1 and x.data_ptr() % 16 == 0
-    for dim in range(3):
-        if x.shape[dim] > 1:
-            good = good and x.stride(dim) > 0 and x.stride(dim) % unit == 0 and x.stride(1) < 2**23
+    good = x.data_ptr() % 16 == 0 and _are_aligned(x.shape, x.stride(), 16 // x.dtype.itemsize)
     return x if good else x.clone(memory_format=torch.contiguous_format)
 
 
-def tma_strides(x: Tensor) -> list[int]:
+@lru_cache(maxsize=1024)
+def _are_aligned(shape: torch.Size, strides: tuple[int, ...], unit: int) -> bool:
+    long = [stride for size, stride in zip(shape[:3], strides, strict=False) if size > 1]
+    return strides[3] == 1 and all(s > 0 and s % unit == 0 for s in long) and (shape[1] == 1 or strides[1] < 2**23)
+
+
+def tma_strides(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
     """The strides of an aligned tensor for a descriptor, which wants them of dimensions of size 1 too."""
-    return [*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)), 1]
+    return [*(stride if size > 1 else 16 for size, stride in zip(shape[:3], strides, strict=False)), 1]
 
 
 @lru_cache(maxsize=256)

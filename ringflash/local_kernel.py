@@ -39,7 +39,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import aligned, batches_of, capability_of, launches_of, ranges_of, seen_rows_of, sums_of, tma_strides
+from .launch import (
+    aligned,
+    batches_of,
+    capability_of,
+    count_blocks,
+    launches_of,
+    ranges_of,
+    seen_rows_of,
+    sums_of,
+    tma_strides,
+)
 from .merge import Partial
 from .plan import Visit
 
@@ -641,7 +651,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: 
     q, k, v = map(aligned, (q, k, v))
     tile = _tiles(q, v).forward
     shape = _shape(q, k, v, tile)
-    _forward_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
+    _forward_kernel[(count_blocks(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
         q=q,
         k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
         v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
@@ -671,7 +681,7 @@ def _compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         return delta
     out, dout = aligned(out), aligned(dout)
     lse_strides = (0, 0, 0) if dlse is None else dlse.stride()
-    _delta_kernel[(triton.cdiv(s, 64), h, b)](
+    _delta_kernel[(count_blocks(s, 64), h, b)](
         out=out,
         dout=dout,
         dlse=dlse,
@@ -719,7 +729,7 @@ def _backward(
     launches = launches_of(k.shape[1], heads=1)
     with sums_of(launches, state.dq) as (total,):
         for _, _, low, high in launches:
-            _dq_kernel[(triton.cdiv(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
+            _dq_kernel[(count_blocks(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
                 q=_source(q, tile.block_q, shape["BLOCK_D"], tile) if tile.q_in_registers else q,
                 k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
                 v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
@@ -742,7 +752,7 @@ def _backward(
     launches = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
     with sums_of(launches, dk, dv) as (total_dk, total_dv):
         for first_head, n_heads, low, high in launches:
-            _dkv_kernel[(triton.cdiv(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
+            _dkv_kernel[(count_blocks(k.shape[1], tile.block_k), k.shape[2], k.shape[0])](
                 q=_source(q, tile.block_q, shape["BLOCK_D"], tile),
                 k=k,
                 v=v,
@@ -792,7 +802,7 @@ def _source(x: Tensor, rows: int, cols: int, tile: Tile):
     """What a kernel streams `[rows, cols]` tiles from: a descriptor with TMA, else the tensor."""
     if not tile.tma:
         return x
-    return TensorDescriptor(x, list(x.shape), tma_strides(x), [1, rows, 1, cols])
+    return TensorDescriptor(x, list(x.shape), tma_strides(x.shape, x.stride()), [1, rows, 1, cols])
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:

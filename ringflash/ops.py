@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ def _triton_obstacle(device_type: str, dtype: torch.dtype) -> str | None:
     return f"the kernels need an NVIDIA GPU (or TRITON_INTERPRET=1 for CPU tensors), got {device_type} tensors"
 
 
+@lru_cache
 def _backend(name: str, deterministic: bool) -> ring.Backend:
     if name == "torch":  # always deterministic
         return ring.Backend(reference.forward, reference.start_backward, reference.backward, reference.finish_backward)

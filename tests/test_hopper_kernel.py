@@ -70,8 +70,7 @@ def test_tiles_hold_every_head_dim(tile_of):
     [(16384, 16, 16, 4), (16384, 32, 8, 16), (128, 12, 12, 12), (2**20, 8, 4, 2)],
 )
 def test_heads_that_run_together_share_the_cache(rows, heads, kv_heads, together):
-    k = torch.empty(1, rows, kv_heads, 128, dtype=torch.bfloat16, device="meta")
-    assert heads_together(k, k, heads) == together
+    assert heads_together(heads, kv_heads, head_bytes=rows * (128 + 128) * 2) == together
 
 
 # kernel, dtype, head dim, v's, options of compile_hopper
@@ -100,8 +99,8 @@ def describe(variant: Variant) -> str:
 
 
 def compiled(variant: Variant) -> Compiled:
-    *arguments, options = variant
-    return compile_hopper(*arguments, **dict(options))
+    kernel, dtype, dim, v_dim, options = variant
+    return compile_hopper(kernel, dtype, dim, v_dim, **dict(options))
 
 
 @pytest.fixture(scope="module")
