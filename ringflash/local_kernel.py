@@ -42,7 +42,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .mask import Mask
 from .merge import Partial
 from .plan import TABLE_BYTES, Visit, keep_by_bytes
 
@@ -740,7 +739,7 @@ def _ranges(visit: Visit, blocks: Literal["queries", "keys"], block: int, device
 
 def _seen_rows(visit: Visit, device: torch.device) -> Tensor | None:
     """The range of key rows that each query row sees; under the full mask none is needed."""
-    return None if visit.mask == Mask() else _row_table(visit, device)
+    return None if visit.mask.is_full else _row_table(visit, device)
 
 
 @keep_by_bytes(TABLE_BYTES)
