@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import ops
 from .mask import OPEN, Mask, check_integer_tensor
-from .sharding import Group, check_balance, check_rows, process_group
+from .sharding import Group, check_layout_mask, check_rows, process_group
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = tuple[int | None, int | None]
@@ -33,7 +33,7 @@ class _Options(TypedDict, total=False):
 
 class _RingOptions(_Options, total=False):
     layout: str
-    balance: Mask | None
+    layout_mask: Mask | None
     seq_len: int | None
     transport: str
 
@@ -138,7 +138,7 @@ def ring_attention(
     *,
     group: Group,
     layout: str = "zigzag",
-    balance: Mask | None = None,
+    layout_mask: Mask | None = None,
     seq_len: int | None = None,
     transport: str = "auto",
     causal: bool = False,
@@ -163,8 +163,8 @@ def ring_attention(
             `shard` give. Other limits as in `flash_attention`.
         group: ProcessGroup or 1-D DeviceMesh.
         layout: which positions a rank holds. "zigzag" (one piece from each end) balances causal attention; also
-            "contiguous" and "striped", and "balanced" for documents.
-        balance: for "balanced" alone: the mask that all ranks get equal work under, as it was given to `shard`.
+            "contiguous" and "striped", and for documents "balanced", "zigzag-by-document" and "contiguous-by-document".
+        layout_mask: for the layouts of documents alone: as it was given to `shard`. See `positions`.
         seq_len: tokens in the global sequence. Default `s * world_size`; say it when the length does not divide evenly.
         transport: how shards move: "gloo" (CPU tensors; CUDA tensors through pinned host memory), "nccl", "nvlink"
             (GPUs of one host that reach each other's memory, in a group of either backend; the copy engine moves
@@ -200,8 +200,8 @@ def ring_attention(
         backend = ops.pick_backend(backend, q.device, q.dtype)
         ops.check_transport(transport, ranks, q.device)
         seq_len = q.shape[1] * dist.get_world_size(ranks) if seq_len is None else seq_len
-        check_balance(layout, balance)
-        balancing = ([], None) if balance is None else (list(balance.numbers), balance.documents)
+        check_layout_mask(layout, layout_mask)
+        balancing = ([], None) if layout_mask is None else (list(layout_mask.numbers), layout_mask.documents)
         check_rows("q", q.shape[1], seq_len, ranks, layout)
         check_rows("k and v", k.shape[1], seq_len, ranks, layout)
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one

@@ -8,10 +8,13 @@ a rank are in ascending order and don't interleave, so the rows of every shard a
     zigzag       07 16 25 34             (0, 1, 1) (7, 1, 1)
     striped      04 15 26 37             (0, 4, 2)
     balanced     blocks of the sequence, dealt so that all ranks see equally many keys under a mask; equal rows too
+
+    contiguous-by-document, zigzag-by-document: each packed document is cut so, and ranks hold their part of every one
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -40,22 +43,35 @@ def _split(seq_len: int, parts: int, index: int) -> Run:
     return Run(begin, 1, end - begin)
 
 
-def _contiguous(seq_len: int, world_size: int, rank: int, balance: Mask | None) -> list[Run]:
+def _contiguous(seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
     return [_split(seq_len, world_size, rank)]
 
 
-def _zigzag(seq_len: int, world_size: int, rank: int, balance: Mask | None) -> list[Run]:
+def _zigzag(seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
     """One piece from each end: under a causal mask every rank has the same work (and equal rows when they divide)."""
     return [_split(seq_len, 2 * world_size, part) for part in (rank, 2 * world_size - 1 - rank)]
 
 
-def _striped(seq_len: int, world_size: int, rank: int, balance: Mask | None) -> list[Run]:
+def _striped(seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
     return [Run(rank, world_size, (seq_len - rank + world_size - 1) // world_size)]
 
 
-def _balanced(seq_len: int, world_size: int, rank: int, balance: Mask | None) -> list[Run]:
-    assert balance is not None
-    return _deal(seq_len, world_size, balance)[rank]
+def _balanced(seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
+    assert layout_mask is not None
+    return _deal(seq_len, world_size, layout_mask)[rank]
+
+
+def _by_document(layout: str, seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
+    assert layout_mask is not None and layout_mask.cu_seqlens is not None
+    pieces, parts = world_size * (2 if layout == "zigzag" else 1), []
+    for start, end in pairwise(layout_mask.cu_seqlens):
+        if (end - start) % pieces:
+            raise ValueError(
+                f"{layout}-by-document wants documents that divide by {pieces}, got one of {end - start} tokens"
+            )
+        for run in LAYOUTS[layout](end - start, world_size, rank, None):
+            parts.append(Run(start + run.start, run.step, run.length))
+    return parts
 
 
 LAYOUTS: dict[str, Callable[[int, int, int, Mask | None], list[Run]]] = {
@@ -64,33 +80,35 @@ LAYOUTS: dict[str, Callable[[int, int, int, Mask | None], list[Run]]] = {
     "striped": _striped,
     "balanced": _balanced,
 }
+BY_DOCUMENT = {f"{layout}-by-document": partial(_by_document, layout) for layout in ("contiguous", "zigzag")}
+WANT_MASK = ("balanced", *BY_DOCUMENT)  # and give ranks as many rows as "contiguous" does
 
 
 @lru_cache(maxsize=4096)
-def layout_runs(layout: str, seq_len: int, world_size: int, rank: int, balance: Mask | None = None) -> Runs:
+def layout_runs(layout: str, seq_len: int, world_size: int, rank: int, layout_mask: Mask | None = None) -> Runs:
     """The runs that `rank` holds; empty when the sequence is too short to give it a row.
 
-    `balance` is the mask that "balanced" wants, and no other.
+    `layout_mask` is the mask that the layouts of WANT_MASK go by, and no other.
 
     Raises `ValueError` for an unknown layout, a negative length, a rank outside the world, or documents of another
-    length.
+    length or that can't be cut.
     """
     _check_layout(layout, seq_len, world_size, rank)
-    if balance is not None:
-        balance.check_fits(seq_len, seq_len)
-    return merge_runs(LAYOUTS[layout](seq_len, world_size, rank, balance))
+    if layout_mask is not None:
+        layout_mask.check_fits(seq_len, seq_len)
+    return merge_runs((LAYOUTS | BY_DOCUMENT)[layout](seq_len, world_size, rank, layout_mask))
 
 
 def rows_held(layout: str, seq_len: int, world_size: int, rank: int) -> int:
-    """How many rows `rank` holds, under any mask: "balanced" gives as many as "contiguous"."""
+    """How many rows `rank` holds, under any mask."""
     _check_layout(layout, seq_len, world_size, rank)
-    runs = LAYOUTS["contiguous" if layout == "balanced" else layout](seq_len, world_size, rank, None)
+    runs = LAYOUTS["contiguous" if layout in WANT_MASK else layout](seq_len, world_size, rank, None)
     return sum(run.length for run in runs)
 
 
 def _check_layout(layout: str, seq_len: int, world_size: int, rank: int) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {sorted(LAYOUTS)}, got {layout!r}")
+    if layout not in LAYOUTS and layout not in BY_DOCUMENT:
+        raise ValueError(f"layout must be one of {sorted(LAYOUTS | BY_DOCUMENT)}, got {layout!r}")
     if seq_len < 0:
         raise ValueError(f"seq_len must be >= 0, got {seq_len}")
     if not 0 <= rank < world_size:

@@ -77,8 +77,8 @@ def _prepare(
     documents: Tensor | None,
     group: str,
     layout: str,
-    balance: Sequence[int],
-    balance_documents: Tensor | None,
+    layout_mask: Sequence[int],
+    layout_documents: Tensor | None,
     seq_len: int,
     transport: str,
 ) -> tuple[Plan, comm.Transport | None]:
@@ -86,9 +86,9 @@ def _prepare(
     if not group:
         return plan_one(decoded, q.shape[1], k.shape[1]), None
     process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
-    balanced = decode(balance, balance_documents) if balance else None
+    laid_out = decode(layout_mask, layout_documents) if layout_mask else None
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    plan = plan_ring(decoded, layout, seq_len, rank, world_size, balanced)
+    plan = plan_ring(decoded, layout, seq_len, rank, world_size, laid_out)
     if plan.hops == 0:
         return plan, None
     return plan, comm.make_transport(pick_transport(transport, process_group, q.device), process_group, q.device)
@@ -122,8 +122,8 @@ def attention(
     backend: str,
     group: str,
     layout: str,
-    balance: Sequence[int],
-    balance_documents: Tensor | None,
+    layout_mask: Sequence[int],
+    layout_documents: Tensor | None,
     seq_len: int,
     transport: str,
 ) -> tuple[Tensor, Tensor]:
@@ -133,9 +133,9 @@ def attention(
         process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
         try:
             decoded = _decode(q, k, mask, documents, group, seq_len)
-            balanced = decode(balance, balance_documents) if balance else None
-            if balanced is not None:
-                balanced.check_fits(seq_len, seq_len)
+            laid_out = decode(layout_mask, layout_documents) if layout_mask else None
+            if laid_out is not None:
+                laid_out.check_fits(seq_len, seq_len)
         except Exception as error:
             refuse(process_group, error, q.device)
             raise
@@ -144,18 +144,18 @@ def attention(
             f"call=ring_attention b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} "
             f"d_v={v.shape[3]} dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} causal={right == 0} "
             f"window=({left},{right}) chunk={chunk} prefix={prefix} documents={decoded.documents_digest} "
-            f"backend={backend} layout={layout} balance={balanced and balanced.digest} "
+            f"backend={backend} layout={layout} layout_mask={laid_out and laid_out.digest} "
             f"seq_len={seq_len} transport={transport}"
         )
         comm.agree(process_group, words, device=q.device)
-    plan, mover = _prepare(q, k, mask, documents, group, layout, balance, balance_documents, seq_len, transport)
+    plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     with _as_given(q):
         out, lse = ring.ring_forward(_backend(backend), plan, mover, q, k, v, scale)
     return out, lse
 
 
 @attention.register_fake
-def _(q, k, v, scale, mask, documents, backend, group, layout, balance, balance_documents, seq_len, transport):
+def _(q, k, v, scale, mask, documents, backend, group, layout, layout_mask, layout_documents, seq_len, transport):
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     return out, lse
@@ -176,13 +176,13 @@ def attention_backward(
     backend: str,
     group: str,
     layout: str,
-    balance: Sequence[int],
-    balance_documents: Tensor | None,
+    layout_mask: Sequence[int],
+    layout_documents: Tensor | None,
     seq_len: int,
     transport: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of this rank's shards."""
-    plan, mover = _prepare(q, k, mask, documents, group, layout, balance, balance_documents, seq_len, transport)
+    plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     with _as_given(q):
         return ring.ring_backward(_backend(backend), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale)
 
@@ -193,16 +193,16 @@ def _(dout, dlse, q, k, v, *_):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, scale, mask, documents, backend, group, layout, balance, balance_documents, *rest = inputs
-    ctx.options = scale, mask, backend, group, layout, balance, *rest
-    ctx.save_for_backward(q, k, v, documents, balance_documents, *output)
+    q, k, v, scale, mask, documents, backend, group, layout, layout_mask, layout_documents, *rest = inputs
+    ctx.options = scale, mask, backend, group, layout, layout_mask, *rest
+    ctx.save_for_backward(q, k, v, documents, layout_documents, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, documents, balance_documents, out, lse = ctx.saved_tensors
-    scale, mask, backend, group, layout, balance, *rest = ctx.options
-    options = scale, mask, documents, backend, group, layout, balance, balance_documents, *rest
+    q, k, v, documents, layout_documents, out, lse = ctx.saved_tensors
+    scale, mask, backend, group, layout, layout_mask, *rest = ctx.options
+    options = scale, mask, documents, backend, group, layout, layout_mask, layout_documents, *rest
     if dout is None and dlse is None:
         return (None,) * (3 + len(options))
     if dout is None:

@@ -111,12 +111,14 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def plan_ring(mask: Mask, layout: str, seq_len: int, rank: int, world_size: int, balance: Mask | None = None) -> Plan:
+def plan_ring(
+    mask: Mask, layout: str, seq_len: int, rank: int, world_size: int, layout_mask: Mask | None = None
+) -> Plan:
     """The plan of `rank` for self-attention over `seq_len` tokens laid out by `layout` over `world_size` ranks.
 
-    `balance` is the mask that the layout balances, where it is one that does.
+    `layout_mask` is the mask that the layout goes by, where it does.
     """
-    shards = [layout_runs(layout, seq_len, world_size, r, balance) for r in range(world_size)]
+    shards = [layout_runs(layout, seq_len, world_size, r, layout_mask) for r in range(world_size)]
 
     def visit(rank: int, step: int) -> Visit:
         return Visit(shards[rank], shards[source_rank(rank, step, world_size)], mask)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import comm
-from .layout import Runs, count_rows, layout_runs, put_rows, rows_held, runs_to_positions, take_rows
+from .layout import WANT_MASK, Runs, count_rows, layout_runs, put_rows, rows_held, runs_to_positions, take_rows
 from .mask import Integers, Mask
 
 Group = dist.ProcessGroup | DeviceMesh
@@ -37,7 +37,7 @@ def positions(
     *,
     group: Group,
     layout: str = "zigzag",
-    balance: Mask | None = None,
+    layout_mask: Mask | None = None,
     cu_seqlens: Integers | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
@@ -46,9 +46,11 @@ def positions(
     Args:
         seq_len: tokens in the global sequence; any length, divisible or not.
         group: ProcessGroup or 1-D DeviceMesh that the sequence is sharded over.
-        layout: "contiguous", "zigzag", "striped" or "balanced".
-        balance: for "balanced" alone, which wants it: the mask that all ranks get equal work under. One for a whole
-            model, also where its layers have several masks: it decides who holds what.
+        layout: "contiguous", "zigzag", "striped"; for packed documents also "balanced", "zigzag-by-document" or
+            "contiguous-by-document".
+        layout_mask: for the last three alone, which want it: the mask that all ranks get equal work under, or whose
+            documents are cut. One for a whole model, also where its layers have several masks: it decides who holds
+            what.
         cu_seqlens: boundaries of packed documents, a tensor (which is copied to the host) or a sequence such as
             `mask.cu_seqlens` of a `Mask`: positions are then counted from the start of their document.
         device: of the result, default the CPU.
@@ -57,13 +59,13 @@ def positions(
         int64 `(rows,)`, in each document strictly ascending; empty on a rank that holds no row.
 
     Raises:
-        ValueError: unknown layout, negative `seq_len`, "balanced" without `balance`, `cu_seqlens` that don't start at
-            0, ascend and end at `seq_len`, or not a group.
+        ValueError: unknown layout, negative `seq_len`, a `layout_mask` that is missing, not wanted or does not fit,
+            `cu_seqlens` that don't start at 0, ascend and end at `seq_len`, or not a group.
 
     Example: zigzag, 2 ranks, 8 tokens -> rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5. With `cu_seqlens=[0, 3, 8]` they
     get 0 1 3 4 and 2 0 1 2.
     """
-    held = runs_to_positions(_runs(seq_len, process_group(group), layout, balance))
+    held = runs_to_positions(_runs(seq_len, process_group(group), layout, layout_mask))
     if cu_seqlens is not None:
         documents = Mask(cu_seqlens=cu_seqlens)
         documents.check_fits(seq_len, seq_len)
@@ -71,14 +73,13 @@ def positions(
     return held.to(device)
 
 
-def shard(x: Tensor, *, group: Group, layout: str = "zigzag", balance: Mask | None = None, dim: int = 1) -> Tensor:
+def shard(x: Tensor, *, group: Group, layout: str = "zigzag", layout_mask: Mask | None = None, dim: int = 1) -> Tensor:
     """This rank's rows of a whole tensor that every rank has. No communication, except in the backward pass.
 
     Args:
         x: the whole tensor, the same on every rank, any dtype; the sequence is dimension `dim`, of any length.
         group: ProcessGroup or 1-D DeviceMesh.
-        layout: "contiguous", "zigzag", "striped" or "balanced".
-        balance: for "balanced" alone: the mask that all ranks get equal work under. See `positions`.
+        layout, layout_mask: see `positions`.
         dim: the sequence dimension; negative counts from the end.
 
     Returns:
@@ -86,13 +87,14 @@ def shard(x: Tensor, *, group: Group, layout: str = "zigzag", balance: Mask | No
         Differentiable: the gradient of `x` is gathered, whole and the same on every rank.
 
     Raises:
-        ValueError: unknown layout, `dim` out of range, "balanced" without `balance`, or not a group.
+        ValueError: unknown layout, `dim` out of range, a `layout_mask` that is missing, not wanted or does not fit, or
+            not a group.
 
     Example: zigzag, 2 ranks, `x = [0 1 2 3 4 5 6 7]` -> rank 0 gets `[0 1 6 7]`.
     """
     ranks, dim = process_group(group), _dimension(x, dim)
-    _runs(x.shape[dim], ranks, layout, balance)  # which checks them
-    return _Shard.apply(x, ranks, layout, dim, balance)
+    _runs(x.shape[dim], ranks, layout, layout_mask)  # which checks them
+    return _Shard.apply(x, ranks, layout, dim, layout_mask)
 
 
 def unshard(
@@ -100,7 +102,7 @@ def unshard(
     *,
     group: Group,
     layout: str = "zigzag",
-    balance: Mask | None = None,
+    layout_mask: Mask | None = None,
     dim: int = 1,
     seq_len: int | None = None,
 ) -> Tensor:
@@ -108,7 +110,7 @@ def unshard(
 
     Args:
         x: this rank's rows, any dtype; the sequence is dimension `dim`.
-        group, layout, balance, dim: as they were given to `shard`.
+        group, layout, layout_mask, dim: as they were given to `shard`.
         seq_len: tokens in the global sequence; default `rows * world_size`, so say it when that does not hold.
 
     Returns:
@@ -126,11 +128,11 @@ def unshard(
         dim = _dimension(x, dim)
         seq_len = x.shape[dim] * dist.get_world_size(group) if seq_len is None else seq_len
         check_rows("x", x.shape[dim], seq_len, group, layout)
-        _runs(seq_len, group, layout, balance)  # which checks them
+        _runs(seq_len, group, layout, layout_mask)  # which checks them
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one
         comm.agree(group, "", error=error, device=x.device)
         raise
-    return _Unshard.apply(x, group, layout, dim, balance, seq_len)
+    return _Unshard.apply(x, group, layout, dim, layout_mask, seq_len)
 
 
 def check_rows(name: str, rows: int, seq_len: int, group: dist.ProcessGroup, layout: str) -> None:
@@ -149,20 +151,22 @@ def _check_length(seq_len: int) -> None:
         raise ValueError(f"seq_len must be an integer, got {seq_len!r}")
 
 
-def _runs(seq_len: int, group: dist.ProcessGroup, layout: str, balance: Mask | None) -> Runs:
+def _runs(seq_len: int, group: dist.ProcessGroup, layout: str, layout_mask: Mask | None) -> Runs:
     _check_length(seq_len)
-    check_balance(layout, balance)
-    return layout_runs(layout, seq_len, dist.get_world_size(group), dist.get_rank(group), balance)
+    check_layout_mask(layout, layout_mask)
+    return layout_runs(layout, seq_len, dist.get_world_size(group), dist.get_rank(group), layout_mask)
 
 
-def check_balance(layout: str, balance: Mask | None) -> None:
+def check_layout_mask(layout: str, layout_mask: Mask | None) -> None:
     """Raise `ValueError` for a balanced layout without a mask, or a mask for another layout."""
-    if balance is not None and not isinstance(balance, Mask):
-        raise ValueError(f"balance must be a ringflash.Mask, got {type(balance).__name__}")
-    if layout == "balanced" and balance is None:
-        raise ValueError('layout="balanced" wants balance=Mask(...): what ranks get equal work under')
-    if layout != "balanced" and balance is not None:
-        raise ValueError(f'balance is for layout="balanced" alone, got layout={layout!r}')
+    if layout_mask is not None and not isinstance(layout_mask, Mask):
+        raise ValueError(f"layout_mask must be a ringflash.Mask, got {type(layout_mask).__name__}")
+    if layout in WANT_MASK and layout_mask is None:
+        raise ValueError(f'layout="{layout}" wants layout_mask=Mask(...), which says who holds what')
+    if layout_mask is not None and layout not in WANT_MASK:
+        raise ValueError(f"layout_mask is for the layouts {', '.join(WANT_MASK)} alone, got layout={layout!r}")
+    if layout_mask is not None and layout != "balanced" and layout_mask.cu_seqlens is None:
+        raise ValueError(f"{layout} wants a layout_mask with cu_seqlens, got {layout_mask}")
 
 
 def _dimension(x: Tensor, dim: int) -> int:
@@ -172,16 +176,16 @@ def _dimension(x: Tensor, dim: int) -> int:
 
 
 def _gather_all(
-    x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, balance: Mask | None, seq_len: int
+    x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, layout_mask: Mask | None, seq_len: int
 ) -> Tensor:
     world_size = dist.get_world_size(group)
     other_dims = "x".join(str(size) for i, size in enumerate(x.shape) if i != dim)
     words = f"call=unshard dim={dim} other_dims={other_dims} dtype={str(x.dtype).removeprefix('torch.')}"
     words += f" layout={layout} seq_len={seq_len}"
-    if balance is not None:
-        words += f" balance={balance.digest}"
+    if layout_mask is not None:
+        words += f" layout_mask={layout_mask.digest}"
     comm.agree(group, words, device=x.device)
-    runs_by_rank = [layout_runs(layout, seq_len, world_size, rank, balance) for rank in range(world_size)]
+    runs_by_rank = [layout_runs(layout, seq_len, world_size, rank, layout_mask) for rank in range(world_size)]
     shards = comm.all_gather_rows(x.movedim(dim, 0), tuple(map(count_rows, runs_by_rank)), group)
     whole = x.new_empty(*x.shape[:dim], seq_len, *x.shape[dim + 1 :])
     for runs, rows in zip(runs_by_rank, shards, strict=True):
@@ -193,9 +197,9 @@ class _Shard(torch.autograd.Function):
     """Its backward is `_Unshard`, whose backward it is: both are differentiable any number of times."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, balance: Mask | None) -> Tensor:
-        ctx.how = group, layout, dim, balance, x.shape[dim]
-        return take_rows(x, _runs(x.shape[dim], group, layout, balance), dim)
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, layout_mask: Mask | None) -> Tensor:
+        ctx.how = group, layout, dim, layout_mask, x.shape[dim]
+        return take_rows(x, _runs(x.shape[dim], group, layout, layout_mask), dim)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -205,10 +209,10 @@ class _Shard(torch.autograd.Function):
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, balance: Mask | None, seq_len: int
+        ctx, x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, layout_mask: Mask | None, seq_len: int
     ) -> Tensor:
-        ctx.how = group, layout, dim, balance
-        return _gather_all(x, group, layout, dim, balance, seq_len)
+        ctx.how = group, layout, dim, layout_mask
+        return _gather_all(x, group, layout, dim, layout_mask, seq_len)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]

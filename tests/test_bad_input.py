@@ -107,13 +107,18 @@ RING_CASES = {
     "unknown layout": option(
         r"layout must be one of .*balanced.*contiguous.*striped.*zigzag.*'spiral'", layout="spiral"
     ),
-    "balanced without a mask": option(r'layout="balanced" wants balance=Mask', layout="balanced"),
-    "balance of another layout": option(r'balance is for layout="balanced" alone', balance=ringflash.Mask()),
-    "balance that is no Mask": option("balance must be a ringflash.Mask", layout="balanced", balance=True),
-    "balance of another length": option(
+    "balanced without a mask": option(r'layout="balanced" wants layout_mask=Mask', layout="balanced"),
+    "layout_mask of another layout": option(
+        "layout_mask is for the layouts balanced.* alone", layout_mask=ringflash.Mask()
+    ),
+    "by document without documents": option(
+        "wants a layout_mask with cu_seqlens", layout="zigzag-by-document", layout_mask=ringflash.Mask()
+    ),
+    "layout_mask that is no Mask": option("layout_mask must be a ringflash.Mask", layout="balanced", layout_mask=True),
+    "layout_mask of another length": option(
         r"cu_seqlens must end at the sequence length \d+, got 7",
         layout="balanced",
-        balance=ringflash.Mask(cu_seqlens=[0, 7]),
+        layout_mask=ringflash.Mask(cu_seqlens=[0, 7]),
     ),
     "queries of their own": option(
         "cu_seqlens_q: it is self-attention", mask=ringflash.Mask(cu_seqlens=[0, 3, 6], cu_seqlens_q=[0, 4, 6])
@@ -157,8 +162,8 @@ DISAGREEMENTS = {
     "documents": option(r"documents: none \(ranks 0, 2\), 2:\w+ \(rank 1\)", cu_seqlens=torch.tensor([0, 7, 18])),
     "prefix": option(r"prefix: 0 \(ranks 0, 2\), 3 \(rank 1\)", mask=ringflash.Mask(causal=True, prefix=3)),
     "chunk": option(r"chunk: 0 \(ranks 0, 2\), 3 \(rank 1\)", mask=ringflash.Mask(chunk=3)),
-    "balance": option(
-        r"balance: None \(ranks 0, 2\), .* \(rank 1\)", layout="balanced", balance=ringflash.Mask(chunk=3)
+    "layout_mask": option(
+        r"layout_mask: None \(ranks 0, 2\), .* \(rank 1\)", layout="balanced", layout_mask=ringflash.Mask(chunk=3)
     ),
     "scale": option(r"scale: 0.25 \(ranks 0, 2\), 0.5 \(rank 1\)", scale=0.5),
 }
@@ -372,9 +377,12 @@ SHARD_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ringflash.positions(8, group=world(), cu_seqlens=[0, 9]),
         r"cu_seqlens must end at the sequence length 8, got 9",
     ),
-    "shard: balanced": (lambda: ringflash.shard(torch.zeros(1, 8), group=world(), layout="balanced"), "wants balance="),
-    "unshard: balance": (
-        lambda: ringflash.unshard(torch.zeros(1, 2), group=world(), balance=ringflash.Mask()),
+    "shard: balanced": (
+        lambda: ringflash.shard(torch.zeros(1, 8), group=world(), layout="balanced"),
+        "wants layout_mask=",
+    ),
+    "unshard: layout_mask": (
+        lambda: ringflash.unshard(torch.zeros(1, 2), group=world(), layout_mask=ringflash.Mask()),
         "alone",
     ),
     "positions: negative": (lambda: ringflash.positions(-1, group=world()), r"seq_len must be >= 0, got -1"),
@@ -403,8 +411,8 @@ UNSHARD_DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "one rank's rows don't fit": ({"x": torch.zeros(1, 5, 2), "seq_len": 18}, r"rank 1.*6 rows of seq_len=18, got 5"),
     "rows that each fit": ({"x": torch.zeros(1, 5, 2)}, r"seq_len: 18 \(ranks 0, 2\), 15 \(rank 1\)"),
     "layout": ({"layout": "striped"}, r"layout: zigzag \(ranks 0, 2\), striped \(rank 1\)"),
-    "balance": (
-        {"layout": "balanced", "balance": ringflash.Mask(chunk=3)},
+    "layout_mask": (
+        {"layout": "balanced", "layout_mask": ringflash.Mask(chunk=3)},
         r"layout: zigzag \(ranks 0, 2\), balanced \(rank 1\)",
     ),
     "dtype": ({"x": torch.zeros(1, 6, 2).double()}, r"dtype: float32 \(ranks 0, 2\), float64 \(rank 1\)"),

@@ -173,6 +173,22 @@ def test_take_rows_and_put_rows_are_inverse(layout, seq_len, world_size, dim):
     assert torch.equal(back, x)
 
 
+@pytest.mark.parametrize(
+    "layout,expected",
+    [
+        ("contiguous-by-document", [[0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11]]),
+        ("zigzag-by-document", [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]),
+    ],
+)
+def test_layouts_by_document_give_every_rank_its_part_of_each(layout, expected):
+    mask = Mask(cu_seqlens=[0, 4, 12])
+    runs = [layout_runs(layout, 12, 2, rank, mask) for rank in range(2)]
+    assert [runs_to_positions(own).tolist() for own in runs] == expected
+    assert [rows_held(layout, 12, 2, rank) for rank in range(2)] == [6, 6]
+    with pytest.raises(ValueError, match=f"{layout} wants documents that divide by [24], got one of 5 tokens"):
+        layout_runs(layout, 12, 2, 0, Mask(cu_seqlens=[0, 5, 12]))
+
+
 def test_positions_are_int64_even_when_there_are_none():
     for seq_len in (0, 1, 9):
         assert runs_to_positions(layout_runs("zigzag", seq_len, 2, 0)).dtype == torch.int64

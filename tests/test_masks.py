@@ -44,10 +44,10 @@ def attend(inputs: Inputs, **options: Any) -> Attention:
         return Attention(out.detach(), lse.detach(), *gradients((out, lse), (q, k, v), inputs))
 
 
-def ring_attend(inputs: Inputs, layout: str, balance: Mask | None = None, **options: Any) -> Attention:
+def ring_attend(inputs: Inputs, layout: str, layout_mask: Mask | None = None, **options: Any) -> Attention:
     """The whole results, gathered on every rank."""
     seq_len = inputs.q.shape[1]
-    how = {"group": world(), "layout": layout, "balance": balance}
+    how = {"group": world(), "layout": layout, "layout_mask": layout_mask}
     q, k, v, dout = (shard(x, **how) for x in inputs[:4])
     part = Inputs(q, k, v, dout, shard(inputs.dlse, **how, dim=2))
     leaves = tuple(x.requires_grad_() for x in part[:3])
@@ -66,7 +66,7 @@ def test_matches_dense_attention(name):
 def ring_under_every_mask(layout: str) -> dict[str, Attention]:
     inputs = random_inputs(1, TOKENS, 4, 16, kv_heads=2, v_head_dim=24)
     return {
-        name: ring_attend(inputs, layout, balance=mask if layout == "balanced" else None, mask=mask)
+        name: ring_attend(inputs, layout, layout_mask=mask if layout == "balanced" else None, mask=mask)
         for name, mask in MASKS.items()
     }
 
@@ -97,9 +97,9 @@ def test_documents_may_be_a_plain_option(workers, dtype):
 
 
 def layers_of_one_model() -> tuple[Attention, Attention]:
-    inputs, balance = random_inputs(1, TOKENS, 2, 16), MASKS["causal documents"]
-    window = Mask(4, causal=True, cu_seqlens=balance.cu_seqlens)
-    return tuple(ring_attend(inputs, "balanced", balance, mask=mask) for mask in (balance, window))  # pyright: ignore
+    inputs, layout_mask = random_inputs(1, TOKENS, 2, 16), MASKS["causal documents"]
+    window = Mask(4, causal=True, cu_seqlens=layout_mask.cu_seqlens)
+    return tuple(ring_attend(inputs, "balanced", layout_mask, mask=mask) for mask in (layout_mask, window))  # pyright: ignore
 
 
 def test_layers_with_other_masks_share_one_balanced_layout(workers):
@@ -140,9 +140,9 @@ def test_what_one_document_holds_changes_not_a_bit_of_another():
 
 
 def positions_here(layout: str, as_tensor: bool) -> tuple[Tensor, Tensor]:
-    balance = MASKS["documents"] if layout == "balanced" else None
+    layout_mask = MASKS["documents"] if layout == "balanced" else None
     cu_seqlens = torch.tensor(DOCUMENTS) if as_tensor else DOCUMENTS
-    options = {"group": world(), "layout": layout, "balance": balance}
+    options = {"group": world(), "layout": layout, "layout_mask": layout_mask}
     whole = torch.arange(TOKENS).unsqueeze(0)
     assert torch.equal(positions(TOKENS, **options), shard(whole, **options)[0])
     return shard(whole, **options)[0], positions(TOKENS, **options, cu_seqlens=cu_seqlens)
@@ -213,8 +213,8 @@ def test_new_documents_are_no_new_graph():
 
 
 def graphs_of_a_ring(layout: str) -> int:
-    balance = Mask(causal=True, cu_seqlens=[0, 13, 40]) if layout == "balanced" else None
-    how = {"group": world(), "layout": layout, "balance": balance}
+    layout_mask = Mask(causal=True, cu_seqlens=[0, 13, 40]) if layout == "balanced" else None
+    how = {"group": world(), "layout": layout, "layout_mask": layout_mask}
     inputs = random_inputs(1, 40, 4, 16, kv_heads=2)
     q, k, v, dout = (shard(x, **how) for x in inputs[:4])
     part = Inputs(q, k, v, dout, inputs.dlse)
@@ -271,7 +271,7 @@ def ranks_of_a_group_see_documents_of_their_own_sequence() -> Attention:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     inputs = random_inputs(1, 30 + mine, 2, 16)
     mask = Mask(causal=True, cu_seqlens=[0, 7, 30] if mine == 0 else [0, 20, 31])
-    how = {"group": groups[mine], "layout": "balanced", "balance": mask}
+    how = {"group": groups[mine], "layout": "balanced", "layout_mask": mask}
     q, k, v = (shard(x, **how) for x in inputs[:3])
     out, lse = ring_attention(q, k, v, **how, seq_len=30 + mine, mask=mask, return_lse=True)
     expected = dense(inputs, mask=mask)

@@ -12,7 +12,7 @@ from ringflash.testing import Inputs, random_inputs
 
 
 def options(group: str = "", seq_len: int = 0, causal: bool = True) -> tuple[Any, ...]:
-    """scale, mask, documents, backend, group, layout, balance, balance_documents, seq_len, transport"""
+    """scale, mask, documents, backend, group, layout, layout_mask, layout_documents, seq_len, transport"""
     layout, transport = ("zigzag", "gloo") if group else ("", "")
     return 0.25, [-1, 0 if causal else -1, 0, 0], None, "torch", group, layout, [], None, seq_len, transport
 
