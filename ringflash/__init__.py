@@ -1,10 +1,12 @@
 """ringflash: exact attention over a sequence sharded across GPUs. See README.md."""
 
 from .attention import flash_attention, release_buffers, ring_attention, transport_of
+from .mask import Mask
 from .merge import merge
 from .sharding import positions, shard, unshard
 
 __all__ = [
+    "Mask",
     "flash_attention",
     "merge",
     "positions",

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
-from .ops import OPEN
-from .sharding import Group, check_rows, process_group
+from .mask import OPEN, Mask, check_integer_tensor
+from .sharding import Group, check_layout_mask, check_rows, process_group
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = tuple[int | None, int | None]
@@ -23,6 +23,7 @@ class _Options(TypedDict, total=False):
     scale: float | None
     window: Window | None
     cu_seqlens: Tensor | None
+    mask: Mask | None
     softcap: float | None
     sinks: Tensor | None
     dropout_p: float
@@ -32,6 +33,7 @@ class _Options(TypedDict, total=False):
 
 class _RingOptions(_Options, total=False):
     layout: str
+    layout_mask: Mask | None
     seq_len: int | None
     transport: str
 
@@ -57,6 +59,7 @@ def flash_attention(
     scale: float | None = None,
     window: Window | None = None,
     cu_seqlens: Tensor | None = None,
+    mask: Mask | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -76,7 +79,11 @@ def flash_attention(
         scale: multiplies the scores; positive. Default `d ** -0.5`.
         window: `(left, right)`: a query at position `p` sees keys at `p - left` to `p + right`; `None` or -1 leaves a
             side open. With `causal` a key must be visible under both: `right` counts as 0.
-        cu_seqlens, softcap, sinks, dropout_p: not built yet; anything but the default raises `NotImplementedError`.
+        cu_seqlens: boundaries of packed documents, int32 or int64 `(documents + 1,)`: 0, ascending, the length of the
+            sequence. No query sees another document, in any sequence of the batch. Wants `s_q == s_k`. Every call
+            waits for its copy to the host: a `Mask` made of it once a batch spares that.
+        mask: a `Mask` in place of `causal`, `window` and `cu_seqlens`; prefix-LM and chunked attention too.
+        softcap, sinks, dropout_p: not built yet; anything but the default raises `NotImplementedError`.
         deterministic: bitwise-equal gradients from run to run. On Hopper GPUs (fp16 and bf16, head dims up to 128) that
             takes a slower backward pass: the default one adds to dQ in any order. Elsewhere gradients always are.
         return_lse: return the log-sum-exp too.
@@ -99,10 +106,11 @@ def flash_attention(
     Example: `flash_attention(q, k, v, causal=True)` for `q (1, 4096, 32, 128)`, `k, v (1, 4096, 8, 128)`.
     """
     _check_tensors(q, k, v)
-    left, right = _check_options(causal, window, cu_seqlens, softcap, sinks, dropout_p)
+    _check_not_built(softcap, sinks, dropout_p)
+    masking = _check_mask(mask, causal, window, cu_seqlens)
     scale = _check_scale(scale, q)
     backend = ops.pick_backend(backend, q.device, q.dtype)
-    out, lse = ops.attention(q, k, v, scale, left, right, backend, "", "", 0, "", deterministic)
+    out, lse = ops.attention(q, k, v, scale, *masking, backend, "", "", [], None, 0, "", deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -131,12 +139,14 @@ def ring_attention(
     *,
     group: Group,
     layout: str = "zigzag",
+    layout_mask: Mask | None = None,
     seq_len: int | None = None,
     transport: str = "auto",
     causal: bool = False,
     scale: float | None = None,
     window: Window | None = None,
     cu_seqlens: Tensor | None = None,
+    mask: Mask | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -154,7 +164,8 @@ def ring_attention(
             `shard` give. Other limits as in `flash_attention`.
         group: ProcessGroup or 1-D DeviceMesh.
         layout: which positions a rank holds. "zigzag" (one piece from each end) balances causal attention; also
-            "contiguous" and "striped".
+            "contiguous" and "striped", and for documents "balanced", "zigzag-by-document" and "contiguous-by-document".
+        layout_mask: for the layouts of documents alone: as it was given to `shard`. See `positions`.
         seq_len: tokens in the global sequence. Default `s * world_size`; say it when the length does not divide evenly.
         transport: how shards move: "gloo" (CPU tensors; CUDA tensors through pinned host memory), "nccl", "nvlink"
             (GPUs of one host that reach each other's memory, in a group of either backend; the copy engine moves
@@ -184,11 +195,14 @@ def ring_attention(
     ranks = process_group(group)
     try:
         _check_tensors(q, k, v)
-        left, right = _check_options(causal, window, cu_seqlens, softcap, sinks, dropout_p)
+        _check_not_built(softcap, sinks, dropout_p)
+        masking = _check_mask(mask, causal, window, cu_seqlens)
         scale = _check_scale(scale, q)
         backend = ops.pick_backend(backend, q.device, q.dtype)
         ops.check_transport(transport, ranks, q.device)
         seq_len = q.shape[1] * dist.get_world_size(ranks) if seq_len is None else seq_len
+        check_layout_mask(layout, layout_mask)
+        balancing = ([], None) if layout_mask is None else (list(layout_mask.numbers), layout_mask.documents)
         check_rows("q", q.shape[1], seq_len, ranks, layout)
         check_rows("k and v", k.shape[1], seq_len, ranks, layout)
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one
@@ -196,7 +210,7 @@ def ring_attention(
             ops.refuse(ranks, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
         raise
     out, lse = ops.attention(
-        q, k, v, scale, left, right, backend, ranks.group_name, layout, seq_len, transport, deterministic
+        q, k, v, scale, *masking, backend, ranks.group_name, layout, *balancing, seq_len, transport, deterministic
     )
     return (out, lse) if return_lse else out
 
@@ -271,21 +285,24 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"head dim must be a multiple of 8 from 16 to 256, got {dim} in {name}")
 
 
-def _check_options(
-    causal: bool,
-    window: Window | None,
-    cu_seqlens: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout_p: float,
-) -> tuple[int, int]:
-    """The window as two integers, `OPEN` where a side has no bound."""
+def _check_not_built(softcap: float | None, sinks: Tensor | None, dropout_p: float) -> None:
     if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    not_built = {"cu_seqlens": cu_seqlens, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p or None}
-    for name, value in not_built.items():
+    for name, value in {"softcap": softcap, "sinks": sinks, "dropout_p": dropout_p or None}.items():
         if value is not None:
             raise NotImplementedError(f"{name} is not built yet")
+
+
+def _check_mask(
+    mask: Mask | None, causal: bool, window: Window | None, cu_seqlens: Tensor | None
+) -> tuple[list[int], Tensor | None]:
+    """The mask by value, as operators take it: see `mask.decode`, which checks what documents hold."""
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            raise ValueError(f"mask must be a ringflash.Mask, got {type(mask).__name__}")
+        if causal or window is not None or cu_seqlens is not None:
+            raise ValueError("mask takes the place of causal, window and cu_seqlens: give one or the others")
+        return list(mask.numbers), mask.documents
     window = (None, None) if window is None else window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be (left, right), got {window}")
@@ -294,7 +311,13 @@ def _check_options(
     left, right = (OPEN if side is None else min(side, 2**62) for side in window)  # operators take 64 bits
     if left < OPEN or right < OPEN:
         raise ValueError(f"window sides must be >= 0, or None or -1 for no bound, got {window}")
-    return left, 0 if causal else right
+    documents = None
+    if cu_seqlens is not None:
+        if not isinstance(cu_seqlens, Tensor):
+            raise ValueError(f"cu_seqlens must be a Tensor, got {type(cu_seqlens).__name__}")
+        check_integer_tensor("cu_seqlens", cu_seqlens)
+        documents = cu_seqlens.to("cpu", torch.int64).unsqueeze(0)
+    return [left, 0 if causal else right, 0, 0], documents
 
 
 def _check_scale(scale: float | None, q: Tensor) -> float:

@@ -319,6 +319,7 @@ def backward(
                 BLOCK_DV=tile.block_dv,
                 STAGES=tile.stages,
                 ADD=not first or first_head > 0 or low > 0,
+                WITH_DQ=True,
                 ds_layout=_layout((tile.block_k, tile.block_q), q.dtype),
                 num_warps=4,
                 maxnreg=168,

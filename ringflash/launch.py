@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .mask import Mask
 from .plan import TABLE_BYTES, Visit, keep_by_bytes
 
 LONGEST_SUM = 2**16  # rows: see Note [Long sums]
@@ -86,7 +85,7 @@ def ranges_of(visit: Visit, blocks: Literal["queries", "keys"], block: int, devi
 
 def seen_rows_of(visit: Visit, device: torch.device) -> Tensor | None:
     """The range of key rows that each query row sees; under the full mask none is needed."""
-    return None if visit.mask == Mask() else _row_table(visit, device)
+    return None if visit.mask.is_full else _row_table(visit, device)
 
 
 @keep_by_bytes(TABLE_BYTES)

@@ -7,14 +7,20 @@ a rank are in ascending order and don't interleave, so the rows of every shard a
     contiguous   01 23 45 67             (0, 1, 2)
     zigzag       07 16 25 34             (0, 1, 1) (7, 1, 1)
     striped      04 15 26 37             (0, 4, 2)
+    balanced     blocks of the sequence, dealt so that all ranks see equally many keys under a mask; equal rows too
+
+    contiguous-by-document, zigzag-by-document: each packed document is cut so, and ranks hold their part of every one
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .mask import Mask, count_seen
 
 
 class Run(NamedTuple):
@@ -26,6 +32,9 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
+BALANCED = 1.01  # the work of the busiest rank over the mean that "balanced" is content with
+WHOLE = 128  # blocks are multiples of so many tokens, as the kernels' tiles are, or there are
+FEW = 8  # blocks of a rank at most, of any size
 
 
 def _split(seq_len: int, parts: int, index: int) -> Run:
@@ -34,46 +43,124 @@ def _split(seq_len: int, parts: int, index: int) -> Run:
     return Run(begin, 1, end - begin)
 
 
-def _contiguous(seq_len: int, world_size: int, rank: int) -> list[Run]:
+def _contiguous(seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
     return [_split(seq_len, world_size, rank)]
 
 
-def _zigzag(seq_len: int, world_size: int, rank: int) -> list[Run]:
+def _zigzag(seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
     """One piece from each end: under a causal mask every rank has the same work (and equal rows when they divide)."""
     return [_split(seq_len, 2 * world_size, part) for part in (rank, 2 * world_size - 1 - rank)]
 
 
-def _striped(seq_len: int, world_size: int, rank: int) -> list[Run]:
+def _striped(seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
     return [Run(rank, world_size, (seq_len - rank + world_size - 1) // world_size)]
 
 
-LAYOUTS: dict[str, Callable[[int, int, int], list[Run]]] = {
+def _balanced(seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
+    assert layout_mask is not None
+    return _deal(seq_len, world_size, layout_mask)[rank]
+
+
+def _by_document(layout: str, seq_len: int, world_size: int, rank: int, layout_mask: Mask | None) -> list[Run]:
+    assert layout_mask is not None and layout_mask.cu_seqlens is not None
+    pieces, parts = world_size * (2 if layout == "zigzag" else 1), []
+    for start, end in pairwise(layout_mask.cu_seqlens):
+        if (end - start) % pieces:
+            raise ValueError(
+                f"{layout}-by-document wants documents that divide by {pieces}, got one of {end - start} tokens"
+            )
+        for run in LAYOUTS[layout](end - start, world_size, rank, None):
+            parts.append(Run(start + run.start, run.step, run.length))
+    return parts
+
+
+LAYOUTS: dict[str, Callable[[int, int, int, Mask | None], list[Run]]] = {
     "contiguous": _contiguous,
     "zigzag": _zigzag,
     "striped": _striped,
+    "balanced": _balanced,
 }
+BY_DOCUMENT = {f"{layout}-by-document": partial(_by_document, layout) for layout in ("contiguous", "zigzag")}
+WANT_MASK = ("balanced", *BY_DOCUMENT)  # and give ranks as many rows as "contiguous" does
 
 
 @lru_cache(maxsize=4096)
-def layout_runs(layout: str, seq_len: int, world_size: int, rank: int) -> Runs:
+def layout_runs(layout: str, seq_len: int, world_size: int, rank: int, layout_mask: Mask | None = None) -> Runs:
     """The runs that `rank` holds; empty when the sequence is too short to give it a row.
 
-    Raises `ValueError` for an unknown layout, a negative length or a rank outside the world.
+    `layout_mask` is the mask that the layouts of WANT_MASK go by, and no other.
+
+    Raises `ValueError` for an unknown layout, a negative length, a rank outside the world, or documents of another
+    length or that can't be cut.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {sorted(LAYOUTS)}, got {layout!r}")
+    _check_layout(layout, seq_len, world_size, rank)
+    if layout_mask is not None:
+        layout_mask.check_fits(seq_len, seq_len)
+    return merge_runs((LAYOUTS | BY_DOCUMENT)[layout](seq_len, world_size, rank, layout_mask))
+
+
+def rows_held(layout: str, seq_len: int, world_size: int, rank: int) -> int:
+    """How many rows `rank` holds, under any mask."""
+    _check_layout(layout, seq_len, world_size, rank)
+    runs = LAYOUTS["contiguous" if layout in WANT_MASK else layout](seq_len, world_size, rank, None)
+    return sum(run.length for run in runs)
+
+
+def _check_layout(layout: str, seq_len: int, world_size: int, rank: int) -> None:
+    if layout not in LAYOUTS and layout not in BY_DOCUMENT:
+        raise ValueError(f"layout must be one of {sorted(LAYOUTS | BY_DOCUMENT)}, got {layout!r}")
     if seq_len < 0:
         raise ValueError(f"seq_len must be >= 0, got {seq_len}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
+
+
+def merge_runs(parts: list[Run]) -> Runs:
+    """The same positions in as few runs: empty runs go, and two of one step that touch are one."""
     runs: list[Run] = []
-    for run in LAYOUTS[layout](seq_len, world_size, rank):
+    for run in parts:
         if run.length == 0:
             continue
         if runs and (runs[-1].start + runs[-1].step * runs[-1].length, runs[-1].step) == (run.start, run.step):
-            run = Run(runs[-1].start, run.step, runs.pop().length + run.length)  # two halves that touch are one run
+            run = Run(runs[-1].start, run.step, runs.pop().length + run.length)
         runs.append(run)
     return tuple(runs)
+
+
+@lru_cache(maxsize=64)
+def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
+    """The pieces of each rank in the balanced layout.
+
+    The sequence is cut in blocks of one size, and blocks are dealt in rounds, the heaviest first: each rank gets one
+    of the next `world_size` blocks, the heaviest of them going to the rank that has least so far. So rows are equal,
+    and work is as equal as blocks are small. They are halved until the busiest rank is within BALANCED of the mean:
+    large blocks keep documents together, and make few runs. What is left at the end is cut evenly beforehand.
+    """
+    position = torch.arange(seq_len)
+    seen = torch.cat([position.new_zeros(1), count_seen(mask, position, seq_len).cumsum(0)])
+    rows = seq_len // world_size
+    most = max(rows // WHOLE, min(rows, FEW))  # blocks of a rank
+    blocks = 1
+    while True:
+        size = rows // blocks
+        size -= size % WHOLE if size > WHOLE else 0
+        tail = world_size * blocks * size
+        ends = [_split(seq_len - tail, world_size, rank) for rank in range(world_size)]
+        ends = [Run(tail + run.start, 1, run.length) for run in ends]
+        load = torch.stack([seen[run.start + run.length] - seen[run.start] for run in ends])
+        weight = seen[torch.arange(world_size * blocks + 1) * size].diff()
+        owners = torch.empty_like(weight)
+        for turn in weight.argsort(descending=True, stable=True).split(world_size):
+            least_first = load.argsort(stable=True)
+            owners[turn] = least_first
+            load[least_first] += weight[turn]
+        if blocks * 2 > most or load.max() <= BALANCED * load.double().mean():
+            break
+        blocks *= 2
+    return [
+        [*(Run(index * size, 1, size) for index in (owners == rank).nonzero()[:, 0].tolist()), ends[rank]]
+        for rank in range(world_size)
+    ]
 
 
 def count_rows(runs: Runs) -> int:
@@ -97,13 +184,34 @@ def runs_to_positions(runs: Runs, device: torch.device | str | None = None) -> T
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
+@lru_cache(maxsize=256)
+def _columns(runs: Runs) -> Tensor:
+    """start, step, length and first row of each run: int64 `(4, runs)`."""
+    start, step, length = torch.tensor(runs, dtype=torch.int64).reshape(len(runs), 3).T
+    return torch.stack([start, step, length, length.cumsum(0) - length])
+
+
+def positions_of(runs: Runs, rows: Tensor) -> Tensor:
+    """Positions of the given rows of a shard: int64, like `rows`."""
+    start, step, _, first_row = _columns(runs)
+    run = torch.searchsorted(first_row[1:], rows, right=True)
+    return start[run] + step[run] * (rows - first_row[run])
+
+
 def count_below(runs: Runs, position: Tensor) -> Tensor:
     """How many positions of `runs` are smaller than each of `position`: int64, like `position`."""
-    count = torch.zeros_like(position)
-    for run in runs:
-        below = torch.div(position - run.start + run.step - 1, run.step, rounding_mode="floor")
-        count += below.clamp(0, run.length)
-    return count
+    if len(runs) <= 4:  # a pass for each is faster than a search
+        count = torch.zeros_like(position)
+        for run in runs:
+            below = position - run.start
+            if run.step > 1:
+                below = (below + run.step - 1).div(run.step, rounding_mode="floor")
+            count += below.clamp_(0, run.length)
+        return count
+    start, step, length, first_row = _columns(runs)
+    run = torch.searchsorted(start[1:], position)
+    below = (position - start[run] + step[run] - 1).div(step[run], rounding_mode="floor")
+    return first_row[run] + torch.minimum(below.clamp(min=0), length[run])
 
 
 def take_rows(x: Tensor, runs: Runs, dim: int) -> Tensor:

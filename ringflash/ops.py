@@ -6,7 +6,7 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 
@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # c10d's registry: it has no public name
 
 from . import comm, nvlink, reference, ring
-from .mask import Mask
+from .mask import Mask, decode
 from .merge import Partial
 from .plan import Plan, plan_one, plan_ring
 
 BACKENDS = ("auto", "torch", "triton")
-OPEN = -1  # a window side without bound, as an integer
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -75,17 +74,37 @@ def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> 
 
 
 def _prepare(
-    q: Tensor, k: Tensor, left: int, right: int, group: str, layout: str, seq_len: int, transport: str
+    q: Tensor,
+    k: Tensor,
+    mask: Sequence[int],
+    documents: Tensor | None,
+    group: str,
+    layout: str,
+    layout_mask: Sequence[int],
+    layout_documents: Tensor | None,
+    seq_len: int,
+    transport: str,
 ) -> tuple[Plan, comm.Transport | None]:
-    longest = seq_len if group else q.shape[1] + k.shape[1]  # no query and key are that far apart
-    mask = Mask(*(None if side == OPEN or side >= longest else side for side in (left, right)))
+    decoded = _decode(q, k, mask, documents, group, seq_len)
     if not group:
-        return plan_one(mask, q.shape[1], k.shape[1]), None
+        return plan_one(decoded, q.shape[1], k.shape[1]), None
     process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
-    plan = plan_ring(mask, layout, seq_len, dist.get_rank(process_group), dist.get_world_size(process_group))
+    laid_out = decode(layout_mask, layout_documents) if layout_mask else None
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    plan = plan_ring(decoded, layout, seq_len, rank, world_size, laid_out)
     if plan.hops == 0:
         return plan, None
     return plan, comm.make_transport(pick_transport(transport, process_group, q.device), process_group, q.device)
+
+
+def _decode(q: Tensor, k: Tensor, mask: Sequence[int], documents: Tensor | None, group: str, seq_len: int) -> Mask:
+    """The mask. Raises `ValueError` for documents that are no boundaries of this sequence."""
+    query_len, key_len = (seq_len, seq_len) if group else (q.shape[1], k.shape[1])
+    decoded = decode(mask, documents, longest=query_len + key_len)  # no query and key are that far apart
+    if decoded.cu_seqlens_q is not None and group:
+        raise ValueError("ring_attention takes no mask with cu_seqlens_q: it is self-attention")
+    decoded.check_fits(query_len, key_len)
+    return decoded
 
 
 @contextmanager
@@ -101,33 +120,49 @@ def attention(
     k: Tensor,
     v: Tensor,
     scale: float,
-    left: int,
-    right: int,
+    mask: Sequence[int],
+    documents: Tensor | None,
     backend: str,
     group: str,
     layout: str,
+    layout_mask: Sequence[int],
+    layout_documents: Tensor | None,
     seq_len: int,
     transport: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of this rank's queries. Arguments were checked by `attention.py`; ranks are compared here."""
+    """`(out, lse)` of this rank's queries. Arguments were checked by `attention.py`, but for what documents hold: that
+    is checked here, and ranks are compared."""
     if group:
         process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
+        try:
+            decoded = _decode(q, k, mask, documents, group, seq_len)
+            laid_out = decode(layout_mask, layout_documents) if layout_mask else None
+            if laid_out is not None:
+                laid_out.check_fits(seq_len, seq_len)
+        except Exception as error:
+            refuse(process_group, error, q.device)
+            raise
+        left, right, chunk, prefix = mask
         words = (
             f"call=ring_attention b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} "
             f"d_v={v.shape[3]} dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} causal={right == 0} "
-            f"window=({left},{right}) backend={backend} layout={layout} seq_len={seq_len} transport={transport} "
-            f"deterministic={deterministic}"
+            f"window=({left},{right}) chunk={chunk} prefix={prefix} documents={decoded.documents_digest} "
+            f"backend={backend} layout={layout} layout_mask={laid_out and laid_out.digest} "
+            f"seq_len={seq_len} transport={transport} deterministic={deterministic}"
         )
         comm.agree(process_group, words, device=q.device)
-    plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
+    plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     with _as_given(q):
         out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scale)
     return out, lse
 
 
 @attention.register_fake
-def _(q, k, v, scale, left, right, backend, group, layout, seq_len, transport, deterministic):
+def _(
+    q, k, v, scale, mask, documents, backend, group, layout, layout_mask, layout_documents, seq_len, transport,
+    deterministic,
+):  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     return out, lse
@@ -143,17 +178,19 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    left: int,
-    right: int,
+    mask: Sequence[int],
+    documents: Tensor | None,
     backend: str,
     group: str,
     layout: str,
+    layout_mask: Sequence[int],
+    layout_documents: Tensor | None,
     seq_len: int,
     transport: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of this rank's shards."""
-    plan, mover = _prepare(q, k, left, right, group, layout, seq_len, transport)
+    plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     with _as_given(q):
         return ring.ring_backward(
             _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale
@@ -166,18 +203,21 @@ def _(dout, dlse, q, k, v, *_):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, scale, mask, documents, backend, group, layout, layout_mask, layout_documents, *rest = inputs
+    ctx.options = scale, mask, backend, group, layout, layout_mask, *rest
+    ctx.save_for_backward(q, k, v, documents, layout_documents, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, documents, layout_documents, out, lse = ctx.saved_tensors
+    scale, mask, backend, group, layout, layout_mask, *rest = ctx.options
+    options = scale, mask, documents, backend, group, layout, layout_mask, layout_documents, *rest
     if dout is None and dlse is None:
-        return (None,) * (3 + len(ctx.options))
+        return (None,) * (3 + len(options))
     if dout is None:
         dout = torch.zeros_like(out)
-    return *attention_backward(dout, dlse, q, k, v, out, lse, *ctx.options), *(None for _ in ctx.options)
+    return *attention_backward(dout, dlse, q, k, v, out, lse, *options), *(None for _ in options)
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

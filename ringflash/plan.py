@@ -9,10 +9,11 @@ the rows of a shard that a block of queries sees lie in one range, and so do the
     row      0 ... begin ... full_begin ... full_end ... end ... n
     seen     none        some            all          some    none
 
-The queries that see a block of keys are one range too, by the transposed mask. Of one query row it is the whole mask:
-`first <= key row < last` (`Visit.seen_rows`), so whoever masks a tile needs neither positions nor the mask.
+The queries that see a block of keys are one range too, and so are those that see all of it. Of one query row it is the
+whole mask: `first <= key row < last` (`Visit.seen_rows`), so whoever masks a tile needs neither positions nor the mask.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -22,7 +23,17 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from .layout import Run, Runs, count_below, count_rows, cut_runs, layout_runs, runs_to_positions
+from .layout import (
+    Run,
+    Runs,
+    count_below,
+    count_rows,
+    cut_runs,
+    layout_runs,
+    merge_runs,
+    positions_of,
+    runs_to_positions,
+)
 from .mask import Mask
 
 TABLE_BYTES = 2**27  # of row tables kept at most, on the host and on a device each
@@ -41,28 +52,35 @@ class Visit:
     keys: Runs
     mask: Mask
 
+    def __post_init__(self):
+        object.__setattr__(self, "_hash", hash((self.queries, self.keys, self.mask)))
+
+    def __hash__(self) -> int:  # once: there may be thousands of runs, and every table of a visit is kept by it
+        return vars(self)["_hash"]
+
     def key_ranges(self, block: int) -> Tensor:
-        """What each block of `block` query rows sees in the keys: see `block_ranges`."""
-        return block_ranges(self.queries, self.keys, self.mask, block)
+        """What each block of `block` query rows sees in the keys: see `key_ranges`."""
+        return key_ranges(self, block)
 
     def query_ranges(self, block: int) -> Tensor:
-        """Which query rows see each block of `block` key rows: see `block_ranges`."""
-        return block_ranges(self.keys, self.queries, self.mask.transposed, block)
+        """Which query rows see each block of `block` key rows: see `query_ranges`."""
+        return query_ranges(self, block)
 
     def seen_rows(self) -> Tensor:
         """Which key rows each query row sees: see `row_ranges`."""
-        return row_ranges(self.queries, self.keys, self.mask)
+        return row_ranges(self)
 
     @property
     def seen_keys(self) -> tuple[int, int]:
         """The key rows `[begin, end)` from the first to the last that any query sees."""
-        begin, _, _, end = self.key_ranges(count_rows(self.queries))[0].tolist()
-        return begin, end
+        first, last = _seen_from(self, runs_to_positions(self.queries))
+        rows = (last > first).nonzero()[:, 0]
+        return (int(first[rows[0]]), int(last[rows[-1]])) if len(rows) else (0, 0)
 
     @property
     def is_empty(self) -> bool:
         """Does no query here see any key?"""
-        return not _sees_any(self.queries, self.keys, self.mask)
+        return not _sees_any(self)
 
 
 @dataclass(frozen=True)
@@ -93,9 +111,14 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def plan_ring(mask: Mask, layout: str, seq_len: int, rank: int, world_size: int) -> Plan:
-    """The plan of `rank` for self-attention over `seq_len` tokens laid out by `layout` over `world_size` ranks."""
-    shards = [layout_runs(layout, seq_len, world_size, r) for r in range(world_size)]
+def plan_ring(
+    mask: Mask, layout: str, seq_len: int, rank: int, world_size: int, layout_mask: Mask | None = None
+) -> Plan:
+    """The plan of `rank` for self-attention over `seq_len` tokens laid out by `layout` over `world_size` ranks.
+
+    `layout_mask` is the mask that the layout goes by, where it does.
+    """
+    shards = [layout_runs(layout, seq_len, world_size, r, layout_mask) for r in range(world_size)]
 
     def visit(rank: int, step: int) -> Visit:
         return Visit(shards[rank], shards[source_rank(rank, step, world_size)], mask)
@@ -116,25 +139,67 @@ def plan_ring(mask: Mask, layout: str, seq_len: int, rank: int, world_size: int)
 @lru_cache(maxsize=256)
 def plan_one(mask: Mask, query_len: int, key_len: int) -> Plan:
     """A ring of one. With unequal lengths the last query is aligned with the last key (bottom-right, as flash-attn)."""
-    queries = (Run(key_len - query_len, 1, query_len),) if query_len else ()
-    keys = (Run(0, 1, key_len),) if key_len else ()
+    if mask.cu_seqlens_q is not None:
+        queries, keys, mask = _align_documents(mask)
+    else:
+        queries = merge_runs([Run(key_len - query_len, 1, query_len)])
+        keys = merge_runs([Run(0, 1, key_len)])
     return Plan(0, (key_len,), (Visit(queries, keys, mask),), (slice(0, key_len),))
 
 
+def _align_documents(mask: Mask) -> tuple[Runs, Runs, Mask]:
+    """Positions for documents that have another number of queries than of keys: each gets as many as it has of the
+    more, and the last query and the last key get the last of them. And the mask by those positions."""
+    assert mask.cu_seqlens is not None and mask.cu_seqlens_q is not None
+    queries, keys, ends = [], [], [0]
+    for q, q_end, k, k_end in zip(
+        mask.cu_seqlens_q, mask.cu_seqlens_q[1:], mask.cu_seqlens, mask.cu_seqlens[1:], strict=False
+    ):
+        end = ends[-1] + max(q_end - q, k_end - k)
+        queries.append(Run(end - (q_end - q), 1, q_end - q))
+        keys.append(Run(end - (k_end - k), 1, k_end - k))
+        ends.append(end)
+    return merge_runs(queries), merge_runs(keys), Mask(mask.left, mask.right, cu_seqlens=ends)
+
+
 @lru_cache(maxsize=1024)
-def block_ranges(rows: Runs, others: Runs, mask: Mask, block: int) -> Tensor:
-    """For each block of `block` rows, the range `begin, full_begin, full_end, end` of the `others` that it sees.
+def key_ranges(visit: Visit, block: int) -> Tensor:
+    """For each block of `block` query rows, the range `begin, full_begin, full_end, end` of the keys that it sees.
 
     int32 `(blocks, 4)` on the CPU; `begin <= full_begin <= full_end <= end`. See Note [One contiguous range].
     Example: 4 causal queries on 4 keys in blocks of 2 -> `[[0, 0, 1, 2], [0, 0, 3, 4]]`.
     """
-    n_rows = count_rows(rows)
-    lowest_row = torch.arange(0, n_rows, block)
-    begin, lowest_end = _interval(_positions_at(rows, lowest_row), others, mask)
-    highest_begin, end = _interval(_positions_at(rows, (lowest_row + block).clamp(max=n_rows) - 1), others, mask)
+    n_q = count_rows(visit.queries)
+    lowest_row = torch.arange(0, n_q, block)
+    begin, lowest_end = _seen_from(visit, positions_of(visit.queries, lowest_row))
+    highest_begin, end = _seen_from(visit, positions_of(visit.queries, (lowest_row + block).clamp(max=n_q) - 1))
+    return _ordered(begin, highest_begin, lowest_end, end)
+
+
+@lru_cache(maxsize=1024)
+def query_ranges(visit: Visit, block: int) -> Tensor:
+    """For each block of `block` key rows, the range `begin, full_begin, full_end, end` of the queries that see it.
+
+    As `key_ranges`. A key row is seen from the first query whose `last` is past it to the last whose `first` is not,
+    and both ends ascend. Example: 4 causal queries on 4 keys in blocks of 2 -> `[[0, 1, 4, 4], [2, 3, 4, 4]]`.
+    """
+    n_k = count_rows(visit.keys)
+    first, last = row_ranges(visit)
+    lowest_row = torch.arange(0, n_k, block, dtype=torch.int32)
+    highest_row = (lowest_row + block).clamp(max=n_k) - 1
+    return _ordered(
+        begin=torch.searchsorted(last, lowest_row, right=True),
+        full_begin=torch.searchsorted(last, highest_row, right=True),
+        full_end=torch.searchsorted(first, lowest_row, right=True),
+        end=torch.searchsorted(first, highest_row, right=True),
+    )
+
+
+def _ordered(begin: Tensor, full_begin: Tensor, full_end: Tensor, end: Tensor) -> Tensor:
+    """The ranges as a table; where a block is seen by nothing, or not all of it by anything, those ends meet."""
     end = torch.maximum(end, begin)
-    full_begin = torch.minimum(highest_begin, end)
-    full_end = torch.maximum(lowest_end, full_begin)
+    full_begin = torch.minimum(full_begin, end)
+    full_end = torch.maximum(full_end, full_begin)
     return torch.stack([begin, full_begin, full_end, end], dim=1).to(torch.int32)
 
 
@@ -170,35 +235,32 @@ def keep_by_bytes(limit: int) -> Callable[[Callable[..., Tensor]], Callable[...,
 
 
 @keep_by_bytes(TABLE_BYTES)
-def row_ranges(rows: Runs, others: Runs, mask: Mask) -> Tensor:
-    """For each row, the range of the `others` that it sees: int32 `(2, rows)` on the CPU, contiguous.
+def row_ranges(visit: Visit) -> Tensor:
+    """For each query row, the range of key rows that it sees: int32 `(2, rows)` on the CPU, contiguous.
 
     `[0]` is the first row seen, `[1]` one past the last; they are equal where nothing is seen, and neither ever
     decreases. Example: 3 causal queries on 3 keys -> `[[0, 0, 0], [1, 2, 3]]`.
     """
-    first, last = _interval(runs_to_positions(rows), others, mask)
-    return torch.stack([first, torch.maximum(last, first)]).to(torch.int32)
+    return torch.stack(_seen_from(visit, runs_to_positions(visit.queries))).to(torch.int32)
 
 
-def _interval(position: Tensor, others: Runs, mask: Mask) -> tuple[Tensor, Tensor]:
-    """First row of `others` that is seen from each position, and one past the last (before the first: none is)."""
-    first, last = mask.first(position), mask.last(position)
-    begin = torch.zeros_like(position) if first is None else count_below(others, first)
-    end = torch.full_like(position, count_rows(others)) if last is None else count_below(others, last)
-    return begin, end
-
-
-def _positions_at(runs: Runs, rows: Tensor) -> Tensor:
-    """Positions of the given rows of a shard."""
-    position = torch.zeros_like(rows)
-    begin = 0
-    for run in runs:
-        position = torch.where(rows >= begin, run.start + run.step * (rows - begin), position)
-        begin += run.length
-    return position
+def _seen_from(visit: Visit, position: Tensor) -> tuple[Tensor, Tensor]:
+    """First key row that is seen from each of the query positions, and one past the last."""
+    begin = count_below(visit.keys, visit.mask.first(position))
+    return begin, torch.maximum(count_below(visit.keys, visit.mask.last(position)), begin)
 
 
 @lru_cache(maxsize=4096)
-def _sees_any(queries: Runs, keys: Runs, mask: Mask) -> bool:
-    first, last = _interval(runs_to_positions(queries), keys, mask)
-    return bool((last > first).any())
+def _sees_any(visit: Visit) -> bool:
+    """Does any query see any key? Rows far apart are asked first, then those between two that leave it open."""
+    n_q = count_rows(visit.queries)
+    stride = max(math.isqrt(n_q), 1)
+    rows = torch.arange(0, n_q, stride)
+    begin, end = _seen_from(visit, positions_of(visit.queries, rows))
+    if (end > begin).any():
+        return True
+    next_rows = (rows + stride).clamp(max=n_q - 1)
+    _, end_of_next = _seen_from(visit, positions_of(visit.queries, next_rows))
+    between = (rows[end_of_next > begin, None] + torch.arange(stride + 1)).clamp(max=n_q - 1).flatten()
+    begin, end = _seen_from(visit, positions_of(visit.queries, between))
+    return bool((end > begin).any())

@@ -37,10 +37,13 @@ class Masking(NamedTuple):
 
 def maskings(seq_len: int) -> dict[str, Masking]:
     window = max(1, seq_len // 3)
+    cuts = (seq_len * numerator // 32 for numerator in (1, 2, 9, 10, 14, 25))
+    documents = Mask(causal=True, cu_seqlens=[0, *cuts, seq_len])
     return {
         "full": Masking(Mask(), {}),
         "causal": Masking(Mask(right=0), {"causal": True}),
         "causal+window": Masking(Mask(left=window, right=0), {"causal": True, "window": (window, 0)}),
+        "documents": Masking(documents, {"mask": documents}),
     }
 
 
@@ -82,21 +85,23 @@ def one_rank_errors(problem: Problem, backend: str) -> dict[str, float]:
 def ring_errors(problem: Problem, world: World, layout: str, backend: str, transport: str) -> dict[str, float]:
     """Errors over the whole sequence, the same on every rank."""
     group, seq_len = world.group, problem.inputs.q.shape[1]
-    *inputs, dout = (shard(x, group=group, layout=layout) for x in problem.inputs)
+    how: dict[str, Any] = {"group": group, "layout": layout}
+    if layout == "balanced":
+        how["layout_mask"] = problem.masking.mask
+    *inputs, dout = (shard(x, **how) for x in problem.inputs)
     q, k, v = leaves = [x.detach().requires_grad_() for x in inputs]
     out, lse = ring_attention(
         q,
         k,
         v,
-        group=group,
-        layout=layout,
+        **how,
         seq_len=seq_len,
         transport=transport,
         backend=backend,
         return_lse=True,
         **problem.masking.options,
     )
-    rows = positions(seq_len, group=group, layout=layout, device=world.device)
+    rows = positions(seq_len, **how, device=world.device)
     results = out, lse, *torch.autograd.grad((out, lse), leaves, (dout, problem.dlse[:, :, rows]))
     expected = (
         ref[:, :, rows] if n == "lse" else ref[:, rows] for n, ref in zip(NAMES, problem.reference, strict=True)

@@ -22,8 +22,9 @@ def emulate_ring(
     """
     q, k, v, dout, dlse = inputs
     seq_len, scale = q.shape[1], q.shape[3] ** -0.5
-    shards = [layout_runs(layout, seq_len, world_size, rank) for rank in range(world_size)]
-    plans = [plan_ring(mask, layout, seq_len, rank, world_size) for rank in range(world_size)]
+    layout_mask = mask if layout == "balanced" else None
+    shards = [layout_runs(layout, seq_len, world_size, rank, layout_mask) for rank in range(world_size)]
+    plans = [plan_ring(mask, layout, seq_len, rank, world_size, layout_mask) for rank in range(world_size)]
 
     def rows_of(x: Tensor, dim: int = 1) -> list[Tensor]:
         return [take_rows(x, runs, dim) for runs in shards]

@@ -6,7 +6,6 @@ ranges, positions and sums; tiles here are those of small GPUs.
 
 import math
 import os
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -56,6 +55,9 @@ def test_kernels_match_dense_attention_in_every_layout(layout, mask):
         (torch.float16, 2, 2, 64, 64),
         (torch.float16, 3, 1, 128, 128),
         (torch.float16, 4, 2, 40, 24),
+        (torch.float16, 7, 1, 80, 80),
+        (torch.float16, 5, 1, 96, 96),
+        (torch.float16, 2, 2, 192, 128),
         (torch.float16, 1, 1, 200, 256),
         (torch.float32, 2, 1, 256, 16),
     ],
@@ -76,30 +78,22 @@ def test_a_hopper_gpus_tiles_come_by_descriptor(monkeypatch, layout, mask, dim, 
     check(results, dense(inputs, MASKS[mask]), TOLERANCE[torch.float16])
 
 
-@dataclass(frozen=True)
-class Chunks(Mask):
-    """Attention within chunks of `size` tokens: an interval whose ends move by steps."""
-
-    size: int = 1
-
-    @property
-    def transposed(self):
-        return self
-
-    def first(self, position):
-        return position // self.size * self.size
-
-    def last(self, position):
-        return self.first(position) + self.size
-
-    def visible(self, query, key):
-        return query // self.size == key // self.size
+CU_SEQLENS = [0, 1, 38, 40, 129, 203]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_kernels_take_any_mask_of_one_interval_per_query(layout):
+@pytest.mark.parametrize(
+    ("layout", "mask"),
+    [
+        ("contiguous", Mask(chunk=37)),
+        ("zigzag", Mask(causal=True, cu_seqlens=CU_SEQLENS)),
+        ("striped", Mask(causal=True, cu_seqlens=CU_SEQLENS, prefix=[1, 5, 0, 70, 2])),
+        ("balanced", Mask(20, 3, cu_seqlens=CU_SEQLENS)),
+    ],
+    ids=repr,
+)
+def test_kernels_take_any_mask_of_one_interval_per_query(layout, mask):
     inputs = random_inputs(1, 203, 2, 16, kv_heads=1)
-    check(emulate_ring(BACKEND, inputs, Chunks(size=37), layout, 2), dense(inputs, Chunks(size=37)), 2e-6)
+    check(emulate_ring(BACKEND, inputs, mask, layout, 2), dense(inputs, mask), 2e-6)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

@@ -31,16 +31,20 @@ class Attention(NamedTuple):
     dv: Tensor
 
 
-def mask_of(causal: bool = False, window: tuple[int | None, int | None] | None = None) -> Mask:
+def mask_of(
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, mask: Mask | None = None
+) -> Mask:
     """The mask that the options mean: the narrower of the two on either side."""
+    if mask is not None:
+        return mask
     left, right = (None if side in (None, -1) else side for side in window or (None, None))
     return Mask(left, right if not causal else 0)
 
 
-def dense(inputs: Inputs, *, scale: float | None = None, **mask: Any) -> Attention:
+def dense(inputs: Inputs, *, scale: float | None = None, **options: Any) -> Attention:
     """Forward and backward of dense attention in fp64, of a loss that uses out and lse."""
     q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
-    out, lse = reference.dense_attention(q, k, v, mask=mask_of(**mask), scale=scale)
+    out, lse = reference.dense_attention(q, k, v, mask=mask_of(**options), scale=scale)
     return Attention(out.detach(), lse.detach(), *gradients((out, lse), (q, k, v), inputs))
 
 

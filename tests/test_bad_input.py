@@ -77,7 +77,23 @@ CASES = {
     "dropout": option("dropout_p", NotImplementedError, dropout_p=0.1),
     "softcap": option("softcap", NotImplementedError, softcap=30.0),
     "sinks": option("sinks", NotImplementedError, sinks=torch.zeros(4)),
-    "cu_seqlens": option("cu_seqlens", NotImplementedError, cu_seqlens=torch.tensor([0, ROWS], dtype=torch.int32)),
+    "cu_seqlens that are no tensor": option("cu_seqlens must be a Tensor, got list", cu_seqlens=[0, ROWS]),
+    "cu_seqlens of floats": option("cu_seqlens must be int32 or int64.*float32", cu_seqlens=torch.tensor([0.0, 6.0])),
+    "cu_seqlens of two dims": option(r"cu_seqlens must.*\(1, 2\)", cu_seqlens=torch.tensor([[0, ROWS]])),
+    "cu_seqlens past 0": option("cu_seqlens must start at 0", cu_seqlens=torch.tensor([1, ROWS])),
+    "cu_seqlens that go back": option("cu_seqlens must ascend.* 5 before 3", cu_seqlens=torch.tensor([0, 5, 3, ROWS])),
+    "cu_seqlens of another length": option(
+        r"cu_seqlens must end at the sequence length \d+, got 5", cu_seqlens=torch.tensor([0, 5])
+    ),
+    "a mask of another length": option(
+        "cu_seqlens must end at the sequence.*got 5", mask=ringflash.Mask(cu_seqlens=[0, 5])
+    ),
+    "mask that is no Mask": option("mask must be a ringflash.Mask, got Tensor", mask=torch.ones(6, 6).bool()),
+    "mask and causal": option("mask takes the place of causal", mask=ringflash.Mask(), causal=True),
+    "mask and window": option("mask takes the place of.*window", mask=ringflash.Mask(), window=(1, 1)),
+    "mask and cu_seqlens": option(
+        "mask takes the place of.*cu_seqlens", mask=ringflash.Mask(), cu_seqlens=torch.tensor([0, ROWS])
+    ),
     "window of one side": option(r"window must be \(left, right\).*\(3,\)", window=(3,)),
     "window that is a number": option(r"window must be \(left, right\).*3", window=3),
     "window below -1": option(r"window.*>= 0.*-1.*\(-2, 0\)", window=(-2, 0)),
@@ -88,7 +104,25 @@ CASES = {
 
 # What only ring_attention refuses. Its good calls have 3 ranks of 6 rows.
 RING_CASES = {
-    "unknown layout": option(r"layout must be one of .*contiguous.*striped.*zigzag.*'spiral'", layout="spiral"),
+    "unknown layout": option(
+        r"layout must be one of .*balanced.*contiguous.*striped.*zigzag.*'spiral'", layout="spiral"
+    ),
+    "balanced without a mask": option(r'layout="balanced" wants layout_mask=Mask', layout="balanced"),
+    "layout_mask of another layout": option(
+        "layout_mask is for the layouts balanced.* alone", layout_mask=ringflash.Mask()
+    ),
+    "by document without documents": option(
+        "wants a layout_mask with cu_seqlens", layout="zigzag-by-document", layout_mask=ringflash.Mask()
+    ),
+    "layout_mask that is no Mask": option("layout_mask must be a ringflash.Mask", layout="balanced", layout_mask=True),
+    "layout_mask of another length": option(
+        r"cu_seqlens must end at the sequence length \d+, got 7",
+        layout="balanced",
+        layout_mask=ringflash.Mask(cu_seqlens=[0, 7]),
+    ),
+    "queries of their own": option(
+        "cu_seqlens_q: it is self-attention", mask=ringflash.Mask(cu_seqlens=[0, 3, 6], cu_seqlens_q=[0, 4, 6])
+    ),
     "unknown transport": option(r"transport must be one of .*gloo.*nccl.*'mpi'", transport="mpi"),
     "nccl on a CPU": option(r"transport='nccl' can't move cpu tensors", transport="nccl"),
     "nvlink on a CPU": option(r"transport='nvlink' can't move cpu tensors", transport="nvlink"),
@@ -125,6 +159,12 @@ DISAGREEMENTS = {
     "seq_len": option(r"seq_len: 18 \(ranks 0, 2\), 17 \(rank 1\)", seq_len=17),
     "causal": option(r"causal: False \(ranks 0, 2\), True \(rank 1\)", causal=True),
     "window": option(r"window: \(-1,-1\) \(ranks 0, 2\), \(4,-1\) \(rank 1\)", window=(4, None)),
+    "documents": option(r"documents: none \(ranks 0, 2\), 2:\w+ \(rank 1\)", cu_seqlens=torch.tensor([0, 7, 18])),
+    "prefix": option(r"prefix: 0 \(ranks 0, 2\), 3 \(rank 1\)", mask=ringflash.Mask(causal=True, prefix=3)),
+    "chunk": option(r"chunk: 0 \(ranks 0, 2\), 3 \(rank 1\)", mask=ringflash.Mask(chunk=3)),
+    "layout_mask": option(
+        r"layout_mask: None \(ranks 0, 2\), .* \(rank 1\)", layout="balanced", layout_mask=ringflash.Mask(chunk=3)
+    ),
     "scale": option(r"scale: 0.25 \(ranks 0, 2\), 0.5 \(rank 1\)", scale=0.5),
 }
 
@@ -333,6 +373,18 @@ SHARD_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ringflash.positions(8, group=world(), layout="spiral"),
         r"layout must be one of",
     ),
+    "positions: documents": (
+        lambda: ringflash.positions(8, group=world(), cu_seqlens=[0, 9]),
+        r"cu_seqlens must end at the sequence length 8, got 9",
+    ),
+    "shard: balanced": (
+        lambda: ringflash.shard(torch.zeros(1, 8), group=world(), layout="balanced"),
+        "wants layout_mask=",
+    ),
+    "unshard: layout_mask": (
+        lambda: ringflash.unshard(torch.zeros(1, 2), group=world(), layout_mask=ringflash.Mask()),
+        "alone",
+    ),
     "positions: negative": (lambda: ringflash.positions(-1, group=world()), r"seq_len must be >= 0, got -1"),
 }
 
@@ -359,6 +411,10 @@ UNSHARD_DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "one rank's rows don't fit": ({"x": torch.zeros(1, 5, 2), "seq_len": 18}, r"rank 1.*6 rows of seq_len=18, got 5"),
     "rows that each fit": ({"x": torch.zeros(1, 5, 2)}, r"seq_len: 18 \(ranks 0, 2\), 15 \(rank 1\)"),
     "layout": ({"layout": "striped"}, r"layout: zigzag \(ranks 0, 2\), striped \(rank 1\)"),
+    "layout_mask": (
+        {"layout": "balanced", "layout_mask": ringflash.Mask(chunk=3)},
+        r"layout: zigzag \(ranks 0, 2\), balanced \(rank 1\)",
+    ),
     "dtype": ({"x": torch.zeros(1, 6, 2).double()}, r"dtype: float32 \(ranks 0, 2\), float64 \(rank 1\)"),
     "other dims": ({"x": torch.zeros(1, 6, 3)}, r"other_dims: 1x2 \(ranks 0, 2\), 1x3 \(rank 1\)"),
     "dim": ({"x": torch.zeros(6, 1, 2), "dim": 0}, r"dim: 1 \(ranks 0, 2\), 0 \(rank 1\)"),

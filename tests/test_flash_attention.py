@@ -54,13 +54,16 @@ def test_matches_dense_attention(mask, query_len, key_len):
         assert_close(attend(inputs, **MASKS[mask]), dense(inputs, **MASKS[mask]), FP32_BOUND)
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(1, 1), (4, 4), (4, 2), (6, 2), (5, 1)])
+@pytest.mark.parametrize("heads,kv_heads", [(1, 1), (4, 4), (4, 2), (5, 1), (28, 4), (40, 8), (71, 1)])
 def test_grouped_heads_match_dense_attention(heads, kv_heads):
     inputs = random_inputs(2, 21, heads, 16, kv_heads=kv_heads)
     assert_close(attend(inputs, causal=True), dense(inputs, causal=True), FP32_BOUND)
 
 
-@pytest.mark.parametrize("head_dim,v_head_dim", [(16, 16), (24, 40), (64, 64), (128, 72), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "head_dim,v_head_dim",
+    [(16, 16), (24, 40), (40, 40), (64, 64), (80, 80), (96, 96), (128, 72), (192, 128), (256, 256)],
+)
 def test_head_dims_match_dense_attention(head_dim, v_head_dim):
     inputs = random_inputs(1, 19, 2, head_dim, v_head_dim=v_head_dim)
     assert_close(attend(inputs, causal=True), dense(inputs, causal=True), FP32_BOUND)

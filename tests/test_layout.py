@@ -1,5 +1,7 @@
 """Layouts share out every position once, ascending in every rank."""
 
+import math
+import random
 from itertools import chain
 
 import pytest
@@ -9,22 +11,33 @@ from hypothesis import strategies as st
 
 from ringflash.layout import (
     LAYOUTS,
+    Run,
+    Runs,
     count_below,
     count_rows,
     layout_runs,
+    merge_runs,
+    positions_of,
     put_rows,
+    rows_held,
     runs_to_positions,
     take_rows,
 )
+from ringflash.mask import Mask, count_seen
 
 layouts = st.sampled_from(sorted(LAYOUTS))
 worlds = st.integers(1, 9)
 lengths = st.integers(0, 70)
+CAUSAL = Mask(causal=True)
 
 
-def held(layout: str, seq_len: int, world_size: int) -> list[list[int]]:
+def runs_of(layout: str, seq_len: int, world_size: int, rank: int, mask: Mask = CAUSAL) -> Runs:
+    return layout_runs(layout, seq_len, world_size, rank, mask if layout == "balanced" else None)
+
+
+def held(layout: str, seq_len: int, world_size: int, mask: Mask = CAUSAL) -> list[list[int]]:
     """Positions of each rank."""
-    return [runs_to_positions(layout_runs(layout, seq_len, world_size, rank)).tolist() for rank in range(world_size)]
+    return [runs_to_positions(runs_of(layout, seq_len, world_size, rank, mask)).tolist() for rank in range(world_size)]
 
 
 @pytest.mark.parametrize(
@@ -58,10 +71,10 @@ def test_ranks_partition_the_positions(layout, seq_len, world_size):
 @given(layouts, lengths, worlds)
 def test_positions_ascend_and_runs_are_not_empty(layout, seq_len, world_size):
     for rank, positions in enumerate(held(layout, seq_len, world_size)):
-        runs = layout_runs(layout, seq_len, world_size, rank)
+        runs = runs_of(layout, seq_len, world_size, rank)
         assert positions == sorted(set(positions))
         assert all(run.length > 0 and run.step > 0 for run in runs)
-        assert count_rows(runs) == len(positions)
+        assert count_rows(runs) == len(positions) == rows_held(layout, seq_len, world_size, rank)
 
 
 @given(layouts, lengths, worlds)
@@ -72,7 +85,7 @@ def test_row_counts_are_balanced(layout, seq_len, world_size):
         assert set(counts) == {seq_len // world_size}
 
 
-@given(layouts, st.integers(1, 6))
+@given(st.sampled_from(["contiguous", "striped", "zigzag"]), st.integers(1, 6))
 def test_causal_work_of_zigzag_and_striped_is_balanced(layout, world_size):
     seq_len = 8 * world_size
     work = [sum(position + 1 for position in positions) for positions in held(layout, seq_len, world_size)]
@@ -80,11 +93,70 @@ def test_causal_work_of_zigzag_and_striped_is_balanced(layout, world_size):
     assert max(work) - min(work) == bound
 
 
+def log_normal_documents(tokens: int, seed: int, mean: int = 2048, sigma: float = 1.0) -> list[int]:
+    """Boundaries of documents as corpora have them, the last one cut off."""
+    rng, boundaries = random.Random(seed), [0]
+    while boundaries[-1] < tokens:
+        length = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+        boundaries.append(min(boundaries[-1] + max(int(length), 1), tokens))
+    return boundaries
+
+
+def imbalance(layout: str, seq_len: int, world_size: int, mask: Mask) -> float:
+    """Keys seen by the busiest rank's queries over the mean."""
+    parts = (torch.tensor(positions) for positions in held(layout, seq_len, world_size, mask))
+    seen = [int(count_seen(mask, part, seq_len).sum()) for part in parts]
+    return max(seen) * world_size / sum(seen)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_work_under_documents_is_balanced_within_5_percent(world_size, causal):
+    documents = [log_normal_documents(65536, seed, sigma=1.0 + seed % 2 / 2) for seed in range(8)]
+    for mask in (Mask(causal=causal, cu_seqlens=boundaries) for boundaries in documents):
+        assert imbalance("balanced", 65536, world_size, mask) <= 1.05
+        rows = [len(positions) for positions in held("balanced", 65536, world_size, mask)]
+        assert max(rows) - min(rows) <= (0 if 65536 % world_size == 0 else 1)
+    assert imbalance("zigzag", 65536, 8, Mask(causal=causal, cu_seqlens=documents[0])) > 1.3  # what it is there for
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask(), CAUSAL, Mask(4096, 0), Mask(causal=True, chunk=8192), Mask(causal=True, prefix=30000)], ids=repr
+)
+def test_work_under_other_masks_is_balanced_too(mask):
+    assert imbalance("balanced", 50000, 4, mask) <= 1.05
+
+
+def test_the_balanced_layout_cuts_into_few_and_large_runs():
+    mask = Mask(causal=True, cu_seqlens=log_normal_documents(65536, 0))
+    for rank in range(8):
+        runs = layout_runs("balanced", 65536, 8, rank, mask)
+        assert len(runs) <= 16 and all(run.length % 128 == 0 for run in runs)
+    assert [len(layout_runs("balanced", 65536, 8, rank, Mask())) for rank in range(8)] == [1] * 8
+
+
+@given(st.lists(st.builds(Run, st.integers(0, 5), st.integers(1, 4), st.integers(0, 5)), max_size=12))
+def test_many_runs_count_and_find_positions_as_one_by_one(gaps):
+    """Runs one after another, each starting so far past the end of the one before."""
+    parts, end = [], 0
+    for gap, step, length in gaps:
+        parts.append(Run(end + gap, step, length))
+        end = parts[-1].start + step * length
+    runs = merge_runs(parts)
+    positions = [p for run in parts for p in range(run.start, run.start + run.step * run.length, run.step)]
+    assert runs_to_positions(runs).tolist() == positions
+    if positions:
+        assert positions_of(runs, torch.arange(len(positions))).tolist() == positions
+    everywhere = range(-2, end + 3)
+    below = [sum(p < limit for p in positions) for limit in everywhere]
+    assert count_below(runs, torch.tensor(everywhere)).tolist() == below
+
+
 @given(layouts, lengths, worlds)
 def test_count_below_counts(layout, seq_len, world_size):
     everywhere = torch.arange(-3, seq_len + 4)
     for rank, positions in enumerate(held(layout, seq_len, world_size)):
-        counts = count_below(layout_runs(layout, seq_len, world_size, rank), everywhere)
+        counts = count_below(runs_of(layout, seq_len, world_size, rank), everywhere)
         assert counts.tolist() == [sum(p < limit for p in positions) for limit in everywhere.tolist()]
 
 
@@ -93,12 +165,28 @@ def test_take_rows_and_put_rows_are_inverse(layout, seq_len, world_size, dim):
     x = torch.arange(2 * seq_len).reshape(2, seq_len).movedim(1, dim)
     back = torch.full_like(x, -1)
     for rank in range(world_size):
-        runs = layout_runs(layout, seq_len, world_size, rank)
+        runs = runs_of(layout, seq_len, world_size, rank)
         rows = take_rows(x, runs, dim)
         assert torch.equal(rows, x.index_select(dim, runs_to_positions(runs)))
         assert rows.is_contiguous() and (rows.numel() == 0 or rows.data_ptr() != x.data_ptr())
         put_rows(back, rows, runs, dim)
     assert torch.equal(back, x)
+
+
+@pytest.mark.parametrize(
+    "layout,expected",
+    [
+        ("contiguous-by-document", [[0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11]]),
+        ("zigzag-by-document", [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]),
+    ],
+)
+def test_layouts_by_document_give_every_rank_its_part_of_each(layout, expected):
+    mask = Mask(cu_seqlens=[0, 4, 12])
+    runs = [layout_runs(layout, 12, 2, rank, mask) for rank in range(2)]
+    assert [runs_to_positions(own).tolist() for own in runs] == expected
+    assert [rows_held(layout, 12, 2, rank) for rank in range(2)] == [6, 6]
+    with pytest.raises(ValueError, match=f"{layout} wants documents that divide by [24], got one of 5 tokens"):
+        layout_runs(layout, 12, 2, 0, Mask(cu_seqlens=[0, 5, 12]))
 
 
 def test_positions_are_int64_even_when_there_are_none():
@@ -107,8 +195,10 @@ def test_positions_are_int64_even_when_there_are_none():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"layout must be one of .*contiguous.*striped.*zigzag.*'spiral'"):
+    with pytest.raises(ValueError, match=r"layout must be one of .*balanced.*contiguous.*striped.*zigzag.*'spiral'"):
         layout_runs("spiral", 8, 2, 0)
+    with pytest.raises(ValueError, match="cu_seqlens must end at the sequence length 8, got 9"):
+        layout_runs("balanced", 8, 2, 0, Mask(cu_seqlens=[0, 9]))
     with pytest.raises(ValueError, match="seq_len must be >= 0, got -1"):
         layout_runs("zigzag", -1, 2, 0)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):

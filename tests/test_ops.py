@@ -7,14 +7,15 @@ import torch
 from oracle import held_positions, local_part, world
 from torch import Tensor
 
-import ringflash  # noqa: F401  (registers the operators)
+from ringflash import Mask
 from ringflash.testing import Inputs, random_inputs
 
 
 def options(group: str = "", seq_len: int = 0, causal: bool = True) -> tuple[Any, ...]:
-    """scale, left, right, backend, group, layout, seq_len, transport, deterministic"""
+    """scale, mask, documents, backend, group, layout, layout_mask, layout_documents, seq_len, transport,
+    deterministic"""
     layout, transport = ("zigzag", "gloo") if group else ("", "")
-    return 0.25, -1, 0 if causal else -1, "torch", group, layout, seq_len, transport, False
+    return 0.25, [-1, 0 if causal else -1, 0, 0], None, "torch", group, layout, [], None, seq_len, transport, False
 
 
 def leaves(inputs: Inputs) -> list[Tensor]:
@@ -51,6 +52,13 @@ def test_attention_of_transposed_tensors_passes_opcheck():
     inputs = Inputs(*map(transposed, random_inputs(2, 12, 4, 16, kv_heads=2)))
     assert set(check_forward(inputs, *options()).values()) == {"SUCCESS"}
     assert set(check_backward(inputs, inputs.dlse, *options()).values()) == {"SUCCESS"}
+
+
+def test_attention_under_a_mask_of_documents_passes_opcheck():
+    inputs, mask = random_inputs(1, 12, 4, 16, kv_heads=2), Mask(causal=True, cu_seqlens=[0, 5, 12], prefix=[2, 3])
+    option = (0.25, list(mask.numbers), mask.documents, *options()[3:])
+    assert set(check_forward(inputs, *option).values()) == {"SUCCESS"}
+    assert set(check_backward(inputs, inputs.dlse, *option).values()) == {"SUCCESS"}
 
 
 def check_in_group() -> set[str]:

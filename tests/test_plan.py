@@ -1,20 +1,26 @@
 """The plan against brute force over every pair of a query and a key."""
 
+from itertools import pairwise
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_mask import mask_options, masks_of_length
 from torch import Tensor
 
-from ringflash.layout import LAYOUTS, Runs, layout_runs, runs_to_positions
+from ringflash.layout import LAYOUTS, Run, Runs, layout_runs, runs_to_positions
 from ringflash.mask import Mask, area
-from ringflash.plan import Visit, block_ranges, keep_by_bytes, plan_one, plan_ring, row_ranges, source_rank
+from ringflash.plan import Visit, keep_by_bytes, plan_one, plan_ring, source_rank
 
 layouts = st.sampled_from(sorted(LAYOUTS))
 worlds = st.integers(1, 5)
 lengths = st.integers(0, 40)
-sides = st.none() | st.integers(0, 12)
-masks = st.builds(Mask, left=sides, right=sides)
 blocks = st.sampled_from([1, 2, 3, 8, 64])
+
+
+def held(layout: str, seq_len: int, world_size: int, rank: int, mask: Mask) -> Runs:
+    return layout_runs(layout, seq_len, world_size, rank, mask if layout == "balanced" else None)
 
 
 def pairs_seen(queries: Runs, keys: Runs, mask: Mask) -> Tensor:
@@ -45,10 +51,11 @@ def check_rows(rows: Tensor, seen: Tensor) -> None:
     assert (rows.diff(dim=1) >= 0).all()
 
 
-@given(layouts, lengths, worlds, masks, blocks, st.data())
-def test_ranges_hold_what_each_block_sees(layout, seq_len, world_size, mask, block, data):
+@given(layouts, masks_of_length(40), worlds, blocks, st.data())
+def test_ranges_hold_what_each_block_sees(layout, drawn, world_size, block, data):
     rank, source = (data.draw(st.integers(0, world_size - 1)) for _ in range(2))
-    queries, keys = (layout_runs(layout, seq_len, world_size, r) for r in (rank, source))
+    seq_len, mask = drawn[0], Mask(**drawn[1])
+    queries, keys = (held(layout, seq_len, world_size, r, mask) for r in (rank, source))
     visit, seen = Visit(queries, keys, mask), pairs_seen(queries, keys, mask)
     check_ranges(visit.key_ranges(block), seen, block)
     check_ranges(visit.query_ranges(block), seen.T, block)
@@ -56,26 +63,40 @@ def test_ranges_hold_what_each_block_sees(layout, seq_len, world_size, mask, blo
     assert visit.is_empty == (not seen.any())
 
 
-@given(lengths, lengths, masks, blocks)
-def test_ranges_of_unequal_lengths_align_at_the_end(query_len, key_len, mask, block):
+@given(lengths, lengths, mask_options(), blocks)
+def test_ranges_of_unequal_lengths_align_at_the_end(query_len, key_len, options, block):
+    mask = Mask(**options)
     (visit,) = plan_one(mask, query_len, key_len).visits
     assert visit is not None
-    distance = torch.arange(key_len) - (torch.arange(query_len)[:, None] + key_len - query_len)
-    seen = torch.ones(query_len, key_len, dtype=torch.bool)
-    seen &= distance >= -mask.left if mask.left is not None else seen
-    seen &= distance <= mask.right if mask.right is not None else seen
+    seen = mask.visible(torch.arange(query_len)[:, None] + key_len - query_len, torch.arange(key_len)[None, :])
     check_ranges(visit.key_ranges(block), seen, block)
     check_ranges(visit.query_ranges(block), seen.T, block)
     check_rows(visit.seen_rows(), seen)
 
 
-@given(layouts, lengths, worlds, masks)
-def test_the_visits_of_all_ranks_see_every_pair_once(layout, seq_len, world_size, mask):
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5), mask_options(), blocks)
+def test_documents_of_unequal_lengths_align_at_their_ends(pairs, options, block):
+    plain = {name: options[name] for name in ("left", "right", "causal")}
+    cu_q, cu_k = ([sum(pair[side] for pair in pairs[:n]) for n in range(len(pairs) + 1)] for side in (0, 1))
+    (visit,) = plan_one(Mask(**plain, cu_seqlens=cu_k, cu_seqlens_q=cu_q), cu_q[-1], cu_k[-1]).visits
+    assert visit is not None
+    seen = torch.zeros(cu_q[-1], cu_k[-1], dtype=torch.bool)
+    for (q, q_end), (k, k_end) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
+        queries, keys = torch.arange(q_end - q) + (k_end - k) - (q_end - q), torch.arange(k_end - k)
+        seen[q:q_end, k:k_end] = Mask(**plain).visible(queries[:, None], keys[None, :])
+    check_ranges(visit.key_ranges(block), seen, block)
+    check_ranges(visit.query_ranges(block), seen.T, block)
+    check_rows(visit.seen_rows(), seen)
+
+
+@given(layouts, masks_of_length(40), worlds)
+def test_the_visits_of_all_ranks_see_every_pair_once(layout, drawn, world_size):
     counted = 0
     hops = set()
+    seq_len, mask = drawn[0], Mask(**drawn[1])
     for rank in range(world_size):
-        plan = plan_ring(mask, layout, seq_len, rank, world_size)
-        shards = [layout_runs(layout, seq_len, world_size, r) for r in range(world_size)]
+        plan = plan_ring(mask, layout, seq_len, rank, world_size, mask if layout == "balanced" else None)
+        shards = [held(layout, seq_len, world_size, r, mask) for r in range(world_size)]
         assert plan.rows == tuple(len(runs_to_positions(runs)) for runs in shards)
         assert plan.world_size == world_size and len(plan.visits) == plan.hops + 1
         for step, visit in enumerate(plan.visits):
@@ -94,6 +115,15 @@ def test_the_visits_of_all_ranks_see_every_pair_once(layout, seq_len, world_size
     assert len(hops) == 1  # every rank takes part in every exchange
 
 
+@pytest.mark.parametrize("tokens", [100, 5000])
+def test_one_pair_in_a_visit_is_not_overlooked(tokens):
+    """Wherever it is: whether anything is seen is asked of a few rows first."""
+    for place in (0, 1, tokens // 3, tokens - 1):
+        pair = Visit((Run(0, 2, tokens),), (Run(2 * place + 1, 1, 1),), Mask(left=0, right=1))
+        assert not pair.is_empty
+        assert Visit(pair.queries, pair.keys, Mask(left=0, right=0)).is_empty
+
+
 def test_shards_stop_moving_when_nobody_sees_them():
     """A window of one shard's length reaches one neighbour."""
     plan = plan_ring(Mask(left=8, right=0), "contiguous", 64, 7, 8)
@@ -103,16 +133,11 @@ def test_shards_stop_moving_when_nobody_sees_them():
 
 
 def test_worked_examples_of_the_docstrings():
-    queries = layout_runs("contiguous", 4, 1, 0)
-    assert block_ranges(queries, queries, Mask(right=0), 2).tolist() == [[0, 0, 1, 2], [0, 0, 3, 4]]
-    queries = layout_runs("contiguous", 3, 1, 0)
-    assert row_ranges(queries, queries, Mask(right=0)).tolist() == [[0, 0, 0], [1, 2, 3]]
-
-
-def test_a_mask_whose_ends_cross_sees_nothing():
-    (visit,) = plan_one(Mask(left=-3, right=1), 8, 8).visits
-    assert visit is not None and visit.is_empty
-    check_rows(visit.seen_rows(), torch.zeros(8, 8, dtype=torch.bool))
+    (visit,) = plan_one(Mask(causal=True), 4, 4).visits
+    assert visit is not None and visit.key_ranges(2).tolist() == [[0, 0, 1, 2], [0, 0, 3, 4]]
+    assert visit.query_ranges(2).tolist() == [[0, 1, 4, 4], [2, 3, 4, 4]]
+    (visit,) = plan_one(Mask(causal=True), 3, 3).visits
+    assert visit is not None and visit.seen_rows().tolist() == [[0, 0, 0], [1, 2, 3]]
 
 
 def test_tables_are_kept_up_to_a_number_of_bytes_the_latest_used_longest():

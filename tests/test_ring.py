@@ -34,6 +34,14 @@ from ringflash.testing import Inputs, Workers, random_inputs, relative_error
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"causal": True, "window": (11, None)}}
 HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (3, 1)}
+MODELS = {  # query heads, key/value heads, head dims of q and k, and of v
+    "7 queries a key": (28, 4, 128, 128),
+    "5 queries a key": (40, 8, 96, 96),
+    "71 queries a key": (71, 1, 64, 64),
+    "latent attention": (16, 16, 192, 128),
+    "narrow": (6, 2, 80, 80),
+    "narrower": (6, 3, 40, 40),
+}
 WORLDS = [1, 2, 3, 4, 8]
 
 Ring = Callable[..., Any]  # ring_attention, wrapped in something
@@ -110,6 +118,14 @@ def test_out_lse_and_gradients_match_dense_attention(workers, world_size, layout
     for problem, *parts in zip(problems, *by_rank, strict=True):
         actual = assemble(parts, all_held(layout, problem.seq_len, world_size))
         assert_close(actual, dense_result(problem, mask), FP32_BOUND, problem)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_heads_and_head_dims_of_known_models_match_dense_attention(workers, model):
+    heads, kv_heads, head_dim, v_head_dim = MODELS[model]
+    problem = Problem(1, 37, heads, head_dim, kv_heads=kv_heads, v_head_dim=v_head_dim)
+    actual = ring_result(workers(3), problem, "zigzag", causal=True)
+    assert_close(actual, dense(problem.inputs(), causal=True), FP32_BOUND)
 
 
 @pytest.mark.parametrize("window", [(0, 0), (3, None), (-1, 4), (2, 30), (100, 0)])

@@ -104,10 +104,10 @@ def test_check_ring_passes_on_two_ranks(tmp_path):
     done = run("check_ring.py", "--device", "cpu", "--out", str(tmp_path), *small, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read(tmp_path / "check_ring.csv")
-    assert len(rows) == 2 * 3 * 3 * 2  # lengths, layouts, masks, dtypes
+    assert len(rows) == 2 * 4 * 4 * 2  # lengths, layouts, masks, dtypes
     assert {(row["world"], row["passed"]) for row in rows} == {("2", "True")}
     assert all(float(row[f"{n}_error"]) <= 1e-5 for row in rows if row["dtype"] == "fp32" for n in NAMES)
-    assert "36 of 36 passed at 2 ranks" in done.stdout
+    assert "64 of 64 passed at 2 ranks" in done.stdout
 
 
 def check_a_ring_with_a_wrong_dk(path: Path) -> int:
