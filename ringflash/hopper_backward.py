@@ -148,7 +148,8 @@ def _consumer(
     zero_dq = gl.zeros([DQ_ROWS, DQ_COLS], gl.float32, dq_layout)
     first_row = gl.program_id(0) * BLOCK_K + WHO * KEYS
     key = first_row + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-    dq += WHO * (DQ_ROWS * DQ_COLS)
+    if WITH_DQ:
+        dq += WHO * (DQ_ROWS * DQ_COLS)
     first, full_first, full_stop, stop = tiles
     tile = first
     place = first_head * n_tiles_q + first
@@ -184,7 +185,17 @@ def _consumer(
 
 
 @gluon.jit
-def _write(x, base, first_row, n_rows, ROWS: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr):
+def _write(
+    x,
+    base,
+    first_row,
+    n_rows,
+    ROWS: gl.constexpr,
+    COLS: gl.constexpr,
+    DIM: gl.constexpr,
+    ADD: gl.constexpr,
+    layout: gl.constexpr,
+):
     """Write, or add to, rows of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element."""
     kv_heads = gl.num_programs(1)
     base += (gl.program_id(2).to(gl.int64) * n_rows * kv_heads + gl.program_id(1)) * DIM
@@ -198,19 +209,169 @@ def _write(x, base, first_row, n_rows, ROWS: gl.constexpr, COLS: gl.constexpr, D
 
 
 @gluon.jit
-def _consumer_0(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr):
+def _consumer_0(
+    buffers,
+    barriers,
+    kv_full,
+    tiles,
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse,
+    delta,
+    dq,
+    dk,
+    dv,
+    seen,
+    batch,
+    kv_head,
+    n_q,
+    n_k,
+    n_tiles_q,
+    first_row,
+    first_head,
+    heads,
+    scale,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    ADD: gl.constexpr,
+    WITH_DQ: gl.constexpr,
+    HAS_TABLE: gl.constexpr,
+):
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    _consumer(0, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)
+    _consumer(
+        0,
+        (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s),
+        barriers,
+        kv_full,
+        tiles,
+        dq,
+        dk,
+        dv,
+        n_k,
+        n_tiles_q,
+        first_head,
+        heads,
+        scale,
+        D,
+        DV,
+        BLOCK_Q,
+        BLOCK_K,
+        BLOCK_D,
+        BLOCK_DV,
+        STAGES,
+        ADD,
+        WITH_DQ,
+        HAS_TABLE,
+    )
 
 
 @gluon.jit
-def _consumer_1(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr):
+def _consumer_1(
+    buffers,
+    barriers,
+    kv_full,
+    tiles,
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse,
+    delta,
+    dq,
+    dk,
+    dv,
+    seen,
+    batch,
+    kv_head,
+    n_q,
+    n_k,
+    n_tiles_q,
+    first_row,
+    first_head,
+    heads,
+    scale,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    ADD: gl.constexpr,
+    WITH_DQ: gl.constexpr,
+    HAS_TABLE: gl.constexpr,
+):
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    _consumer(1, (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s), barriers, kv_full, tiles, dq, dk, dv, n_k, n_tiles_q, first_head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)
+    _consumer(
+        1,
+        (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s),
+        barriers,
+        kv_full,
+        tiles,
+        dq,
+        dk,
+        dv,
+        n_k,
+        n_tiles_q,
+        first_head,
+        heads,
+        scale,
+        D,
+        DV,
+        BLOCK_Q,
+        BLOCK_K,
+        BLOCK_D,
+        BLOCK_DV,
+        STAGES,
+        ADD,
+        WITH_DQ,
+        HAS_TABLE,
+    )
 
 
 @gluon.jit
-def _producer(buffers, barriers, kv_full, tiles, q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, first_head, heads, scale, D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr):
+def _producer(
+    buffers,
+    barriers,
+    kv_full,
+    tiles,
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse,
+    delta,
+    dq,
+    dk,
+    dv,
+    seen,
+    batch,
+    kv_head,
+    n_q,
+    n_k,
+    n_tiles_q,
+    first_row,
+    first_head,
+    heads,
+    scale,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    ADD: gl.constexpr,
+    WITH_DQ: gl.constexpr,
+    HAS_TABLE: gl.constexpr,
+):
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
     q_full, dout_full, ds_full, free = barriers
     lanes = gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -268,7 +429,8 @@ def backward_kernel(
     rows = batch.to(gl.int64) * all_heads * n_tiles_q * BLOCK_Q
     lse += rows
     delta += rows
-    dq += rows * BLOCK_D
+    if WITH_DQ:
+        dq += rows * BLOCK_D
 
     k_s = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)

@@ -41,7 +41,9 @@ def _tile_at(i, tiles):
     first, full_first, full_stop, stop = tiles
     after = stop - full_stop
     masked = after + full_first - first
-    return gl.where(i < after, stop - 1 - i, gl.where(i < masked, full_first - 1 - (i - after), full_stop - 1 - (i - masked)))
+    return gl.where(
+        i < after, stop - 1 - i, gl.where(i < masked, full_first - 1 - (i - after), full_stop - 1 - (i - masked))
+    )
 
 
 @gluon.jit
@@ -254,7 +256,20 @@ def _consumer(
 
 
 @gluon.jit
-def _write(acc, row_max, row_sum, out, lse, rows, n_q, stride_os, BLOCK_DV: gl.constexpr, DV: gl.constexpr, MERGE: gl.constexpr, o_layout: gl.constexpr):
+def _write(
+    acc,
+    row_max,
+    row_sum,
+    out,
+    lse,
+    rows,
+    n_q,
+    stride_os,
+    BLOCK_DV: gl.constexpr,
+    DV: gl.constexpr,
+    MERGE: gl.constexpr,
+    o_layout: gl.constexpr,
+):
     """Normalise, and merge with what the visits before this one left. See merge.py."""
     seen_any = row_sum > 0
     row_sum = gl.where(seen_any, row_sum, 1.0)
@@ -283,22 +298,233 @@ def _write(acc, row_max, row_sum, out, lse, rows, n_q, stride_os, BLOCK_DV: gl.c
 
 
 @gluon.jit
-def _consumer_0(buffers, barriers, q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
-    _consumer(0, buffers, barriers, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
+def _consumer_0(
+    buffers,
+    barriers,
+    q_desc,
+    k_desc,
+    v_desc,
+    out,
+    lse,
+    ranges,
+    seen,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    n_q,
+    n_k,
+    n_blocks,
+    n_heads,
+    n_work,
+    heads_per_kv,
+    heads_together,
+    scale_log2,
+    ROWS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    MERGE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
+    PINGPONG: gl.constexpr,
+):
+    _consumer(
+        0,
+        buffers,
+        barriers,
+        out,
+        lse,
+        ranges,
+        seen,
+        stride_ob,
+        stride_os,
+        stride_oh,
+        n_q,
+        n_k,
+        n_blocks,
+        n_heads,
+        n_work,
+        heads_per_kv,
+        heads_together,
+        scale_log2,
+        ROWS,
+        BLOCK_K,
+        BLOCK_D,
+        BLOCK_DV,
+        DV,
+        STAGES,
+        CONSUMERS,
+        MERGE,
+        Q_IN_REGISTERS,
+        PINGPONG,
+    )
 
 
 @gluon.jit
-def _consumer_1(buffers, barriers, q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
-    _consumer(1, buffers, barriers, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
+def _consumer_1(
+    buffers,
+    barriers,
+    q_desc,
+    k_desc,
+    v_desc,
+    out,
+    lse,
+    ranges,
+    seen,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    n_q,
+    n_k,
+    n_blocks,
+    n_heads,
+    n_work,
+    heads_per_kv,
+    heads_together,
+    scale_log2,
+    ROWS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    MERGE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
+    PINGPONG: gl.constexpr,
+):
+    _consumer(
+        1,
+        buffers,
+        barriers,
+        out,
+        lse,
+        ranges,
+        seen,
+        stride_ob,
+        stride_os,
+        stride_oh,
+        n_q,
+        n_k,
+        n_blocks,
+        n_heads,
+        n_work,
+        heads_per_kv,
+        heads_together,
+        scale_log2,
+        ROWS,
+        BLOCK_K,
+        BLOCK_D,
+        BLOCK_DV,
+        DV,
+        STAGES,
+        CONSUMERS,
+        MERGE,
+        Q_IN_REGISTERS,
+        PINGPONG,
+    )
 
 
 @gluon.jit
-def _consumer_2(buffers, barriers, q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
-    _consumer(2, buffers, barriers, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)
+def _consumer_2(
+    buffers,
+    barriers,
+    q_desc,
+    k_desc,
+    v_desc,
+    out,
+    lse,
+    ranges,
+    seen,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    n_q,
+    n_k,
+    n_blocks,
+    n_heads,
+    n_work,
+    heads_per_kv,
+    heads_together,
+    scale_log2,
+    ROWS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    MERGE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
+    PINGPONG: gl.constexpr,
+):
+    _consumer(
+        2,
+        buffers,
+        barriers,
+        out,
+        lse,
+        ranges,
+        seen,
+        stride_ob,
+        stride_os,
+        stride_oh,
+        n_q,
+        n_k,
+        n_blocks,
+        n_heads,
+        n_work,
+        heads_per_kv,
+        heads_together,
+        scale_log2,
+        ROWS,
+        BLOCK_K,
+        BLOCK_D,
+        BLOCK_DV,
+        DV,
+        STAGES,
+        CONSUMERS,
+        MERGE,
+        Q_IN_REGISTERS,
+        PINGPONG,
+    )
 
 
 @gluon.jit
-def _producer(buffers, barriers, q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr):
+def _producer(
+    buffers,
+    barriers,
+    q_desc,
+    k_desc,
+    v_desc,
+    out,
+    lse,
+    ranges,
+    seen,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    n_q,
+    n_k,
+    n_blocks,
+    n_heads,
+    n_work,
+    heads_per_kv,
+    heads_together,
+    scale_log2,
+    ROWS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    MERGE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr,
+    PINGPONG: gl.constexpr,
+):
     """One warp: loads the queries of every piece of work, and tile after tile of its keys and values, as room falls free."""
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, v_full, free = barriers

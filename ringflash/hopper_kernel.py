@@ -31,7 +31,17 @@ from torch import Tensor
 from .gluon_compat import TensorDescriptor, gl
 from .hopper_backward import backward_kernel
 from .hopper_forward import forward_kernel
-from .launch import aligned, count_blocks, launches_of, ranges_of, seen_rows_of, sums_of, tma_strides, to_device
+from .launch import (
+    aligned,
+    count_blocks,
+    count_multiprocessors,
+    launches_of,
+    ranges_of,
+    seen_rows_of,
+    sums_of,
+    tma_strides,
+    to_device,
+)
 from .merge import Partial
 from .plan import Visit
 
@@ -114,6 +124,7 @@ class ForwardTile:
     stages: int
     consumers: int
     q_in_registers: bool
+    pingpong: bool  # consumers take turns at the tensor cores
 
     @property
     def block_q(self) -> int:
@@ -141,10 +152,10 @@ def forward_tile(head_dim: int, v_dim: int) -> ForwardTile:
     """The forward tile for head dims up to 256."""
     dims = _padded(head_dim), _padded(v_dim)
     if max(dims) == 64:
-        return ForwardTile(*dims, block_k=128, stages=3, consumers=3, q_in_registers=False)
+        return ForwardTile(*dims, block_k=128, stages=2, consumers=3, q_in_registers=False, pingpong=True)
     if max(dims) == 128:
-        return ForwardTile(*dims, block_k=128, stages=2, consumers=2, q_in_registers=True)
-    return ForwardTile(*dims, block_k=64, stages=2, consumers=2, q_in_registers=False)
+        return ForwardTile(*dims, block_k=128, stages=2, consumers=2, q_in_registers=True, pingpong=True)
+    return ForwardTile(*dims, block_k=64, stages=2, consumers=2, q_in_registers=False, pingpong=False)
 
 
 @lru_cache
@@ -171,7 +182,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     n_blocks = count_blocks(n_q, tile.block_q)
     n_work = n_batches * n_heads * n_blocks
     stride_ob, stride_os, stride_oh, _ = into.out.stride()
-    forward_kernel[(n_work,)](
+    forward_kernel[(_programs(n_work, q.device, in_ring=into.out.dtype != q.dtype),)](
         q_desc=_descriptor(q, ROWS, tile.block_d),
         k_desc=_descriptor(k, tile.block_k, tile.block_d),
         v_desc=_descriptor(v, tile.block_k, tile.block_dv),
@@ -199,10 +210,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
         CONSUMERS=tile.consumers,
         MERGE=not first,
         Q_IN_REGISTERS=tile.q_in_registers,
-        PINGPONG=True,
+        PINGPONG=tile.pingpong,
         num_warps=4,
         maxnreg=tile.registers,
     )
+
+
+def _programs(n_work: int, device: torch.device, *, in_ring: bool) -> int:
+    """One program a multiprocessor, each with its share of the work. A ring leaves one multiprocessor to the small
+    kernels that signal its peers."""
+    return min(n_work, count_multiprocessors(device) - in_ring)
 
 
 @lru_cache(maxsize=1024)
@@ -220,7 +237,7 @@ class Started(NamedTuple):
 
     minus_lse: Tensor  # fp32 (b, h, tiles * BLOCK_Q): see Note [Rows of a whole tile]
     minus_delta: Tensor  # fp32 (b, h, tiles * BLOCK_Q)
-    dq: Tensor  # fp32 (b, h, tiles, BLOCK_Q * BLOCK_D): see Note [dQ in register order]
+    dq: Tensor | None  # fp32 (b, h, tiles, BLOCK_Q * BLOCK_D): see Note [dQ in register order]; None: not wanted
     n_q: int
     head_dim: int
     v_dim: int
@@ -228,18 +245,22 @@ class Started(NamedTuple):
     dtype: torch.dtype  # of dq in the end
 
     def of(self, batches: slice) -> "Started":
-        return self._replace(**{name: getattr(self, name)[batches] for name in ("minus_lse", "minus_delta", "dq")})
+        dq = None if self.dq is None else self.dq[batches]
+        return self._replace(minus_lse=self.minus_lse[batches], minus_delta=self.minus_delta[batches], dq=dq)
 
 
-def start_backward(q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scale: float) -> Started:
-    """What the visits of a backward pass share; `q` is not empty."""
+def start_backward(
+    q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scale: float, *, with_dq: bool
+) -> Started:
+    """What the visits of a backward pass share; `q` is not empty. Without dQ the visits add to dK and dV alone."""
     tile = backward_tile(q.shape[3], dout.shape[3])
     n_batches, n_q, n_heads, head_dim = q.shape
     tiles = count_blocks(n_q, tile.block_q)
     out, dout = aligned(result.out), aligned(dout)
     lse = result.lse.contiguous()
     rows = torch.empty(2, n_batches, n_heads, tiles * tile.block_q, dtype=torch.float32, device=q.device)
-    dq = torch.zeros(n_batches, n_heads, tiles, tile.block_q * tile.block_d, dtype=torch.float32, device=q.device)
+    dq_shape = n_batches, n_heads, tiles, tile.block_q * tile.block_d
+    dq = torch.zeros(dq_shape, dtype=torch.float32, device=q.device) if with_dq else None
     stride_ob, stride_os, stride_oh, _ = out.stride()
     stride_db, stride_ds, stride_dh, _ = dout.stride()
     stride_lb, stride_lh, stride_ls = (0, 0, 0) if dlse is None else dlse.stride()
@@ -306,7 +327,7 @@ def backward(
                 seen=seen_rows_of(visit, q.device),
                 n_q=n_q,
                 n_k=k.shape[1],
-                n_tiles_q=state.dq.shape[2],
+                n_tiles_q=state.minus_lse.shape[2] // tile.block_q,
                 heads_per_kv=n_heads // kv_heads,
                 first_head=first_head,
                 heads=heads,
@@ -319,7 +340,7 @@ def backward(
                 BLOCK_DV=tile.block_dv,
                 STAGES=tile.stages,
                 ADD=not first or first_head > 0 or low > 0,
-                WITH_DQ=True,
+                WITH_DQ=state.dq is not None,
                 ds_layout=_layout((tile.block_k, tile.block_q), q.dtype),
                 num_warps=4,
                 maxnreg=168,
@@ -328,6 +349,7 @@ def backward(
 
 def finish_backward(state: Started) -> Tensor:
     """dQ `(b, s, h, d)`, contiguous."""
+    assert state.dq is not None
     tile = backward_tile(state.head_dim, state.v_dim)
     n_batches, n_heads, tiles, _ = state.dq.shape
     dq = torch.empty(n_batches, state.n_q, n_heads, state.head_dim, dtype=state.dtype, device=state.dq.device)

@@ -26,6 +26,12 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
+@lru_cache
+def count_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few for a CPU, where doubles and the interpreter stand in."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
 def count_blocks(rows: int, block: int) -> int:
     """Blocks that hold all rows. (`triton.cdiv` takes 50 times as long on the host.)"""
     return -(-rows // block)

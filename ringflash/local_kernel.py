@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -538,18 +538,15 @@ def kernel_of(
     v_dim: int,
     dtype: torch.dtype,
     capability: tuple[int, int],
-    *,
-    deterministic: bool = False,
 ) -> Kernels:
     """The kernels that a pass gets: a pure function, so every rank makes the same choice.
 
     "hopper" (compute capability 9.0, fp16 and bf16) up to head dim 256 forward and 128 backward. Its backward adds to
-    dQ in whatever order programs come, so `deterministic` takes "portable", whose sums have one order.
+    dQ in whatever order programs come: a deterministic pass takes dQ from the portable kernel (see `Ordered`).
     """
     widest = {"forward": 256, "backward": 128}[which]
     fits = capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and max(head_dim, v_dim) <= widest
-    ordered = which == "backward" and deterministic
-    return "hopper" if HAS_GLUON and fits and not ordered else "portable"
+    return "hopper" if HAS_GLUON and fits else "portable"
 
 
 class Started(NamedTuple):
@@ -562,6 +559,24 @@ class Started(NamedTuple):
 
     def of(self, batches: slice) -> "Started":
         return Started(self.lse[batches], self.delta[batches], self.dq[batches], self.dtype)
+
+
+class Ordered(NamedTuple):
+    """A deterministic backward pass on a Hopper GPU: dQ by the portable kernel, dK and dV by the Hopper kernel, where
+    each sum has one order."""
+
+    portable: Started
+    hopper: "hopper_kernel.Started"
+
+    def of(self, batches: slice) -> "Ordered":
+        return Ordered(self.portable.of(batches), self.hopper.of(batches))
+
+    @property
+    def dq(self) -> Tensor:
+        return self.portable.dq
+
+
+State: TypeAlias = "Started | Ordered | hopper_kernel.Started"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
@@ -592,16 +607,18 @@ def start_backward(
     sums: torch.dtype,
     *,
     deterministic: bool = False,
-) -> "Started | hopper_kernel.Started":
-    """What the visits of a backward pass share. As `reference.start_backward`; `deterministic` as in `kernel_of`."""
-    dims = q.shape[3], dout.shape[3]
-    kernel = kernel_of("backward", *dims, q.dtype, capability_of(q.device), deterministic=deterministic)
-    if kernel == "hopper" and q.numel():
+) -> State:
+    """What the visits of a backward pass share. As `reference.start_backward`."""
+    hopper = None
+    if kernel_of("backward", q.shape[3], dout.shape[3], q.dtype, capability_of(q.device)) == "hopper" and q.numel():
         from . import hopper_kernel
 
-        return hopper_kernel.start_backward(q, result, dout, dlse, scale)
+        hopper = hopper_kernel.start_backward(q, result, dout, dlse, scale, with_dq=not deterministic)
+        if not deterministic:
+            return hopper
     dq = torch.empty(q.shape, dtype=sums, device=q.device)
-    return Started(result.lse, _compute_delta(result.out, dout, dlse), dq, q.dtype)
+    portable = Started(result.lse, _compute_delta(result.out, dout, dlse), dq, q.dtype)
+    return Ordered(portable, hopper) if hopper else portable
 
 
 def backward(
@@ -609,7 +626,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    state: "Started | hopper_kernel.Started",
+    state: State,
     visit: Visit,
     scale: float,
     take_dkv: Callable[[], tuple[Tensor, Tensor]],
@@ -628,15 +645,21 @@ def backward(
             inputs = (x[part] for x in (q, k, v, dout))
             backward(*inputs, state.of(part), visit, scale, lambda part=part: (dk[part], dv[part]), first)
     elif isinstance(state, Started):
-        _backward(q, k, v, dout, state, visit, scale, take_dkv, first)
+        _backward_dq(q, k, v, dout, state, visit, scale, first)
+        _backward_dkv(q, k, v, dout, state, visit, scale, take_dkv, first)
     else:
         from . import hopper_kernel
 
+        if isinstance(state, Ordered):
+            _backward_dq(q, k, v, dout, state.portable, visit, scale, first)
+            state = state.hopper
         hopper_kernel.backward(q, k, v, dout, state, visit, scale, take_dkv, first)
 
 
-def finish_backward(state: "Started | hopper_kernel.Started") -> Tensor:
+def finish_backward(state: State) -> Tensor:
     """dQ of the whole pass, in q's dtype."""
+    if isinstance(state, Ordered):
+        state = state.portable
     if isinstance(state, Started):
         return state.dq.to(state.dtype)
     from . import hopper_kernel
@@ -700,7 +723,34 @@ def _compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return delta
 
 
-def _backward(
+def _backward_dq(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, state: Started, visit: Visit, scale: float, first: bool
+) -> None:
+    """See Note [Two kernels backward]."""
+    q, k, v, dout = map(aligned, (q, k, v, dout))
+    tile = _tiles(q, v).dq
+    shape = _shape(q, k, v, tile)
+    launches = launches_of(k.shape[1], heads=1)
+    with sums_of(launches, state.dq) as (total,):
+        for _, _, low, high in launches:
+            _dq_kernel[(count_blocks(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
+                q=_source(q, tile.block_q, shape["BLOCK_D"], tile) if tile.q_in_registers else q,
+                k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
+                v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
+                dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile) if tile.q_in_registers else dout,
+                dq=total,
+                low=low,
+                high=high,
+                ranges=ranges_of(visit, "queries", tile.block_q, q.device),
+                Q_BY_TMA=tile.q_in_registers,
+                ADD=not first or low > 0,
+                **_rows(q, k, state, visit, scale),
+                **_strides(q=q, k=k, v=v, o=dout, g=total),
+                **shape,
+            )
+
+
+def _backward_dkv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -713,41 +763,8 @@ def _backward(
 ) -> None:
     """See Note [Two kernels backward]."""
     q, k, v, dout = map(aligned, (q, k, v, dout))
-    tiles = _tiles(q, v)
-    rows = {
-        "lse": state.lse,
-        "delta": state.delta,
-        "seen_rows": seen_rows_of(visit, q.device),
-        "n_q": q.shape[1],
-        "n_k": k.shape[1],
-    }
-    scales = {"scale": scale, "scale_log2": scale * LOG2E.value}
-    strides = _strides(q=q, k=k, v=v, o=dout)
-
-    tile = tiles.dq
-    shape = _shape(q, k, v, tile)
-    launches = launches_of(k.shape[1], heads=1)
-    with sums_of(launches, state.dq) as (total,):
-        for _, _, low, high in launches:
-            _dq_kernel[(count_blocks(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
-                q=_source(q, tile.block_q, shape["BLOCK_D"], tile) if tile.q_in_registers else q,
-                k=_source(k, tile.block_k, shape["BLOCK_D"], tile),
-                v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
-                dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile) if tile.q_in_registers else dout,
-                **rows,
-                **scales,
-                dq=total,
-                low=low,
-                high=high,
-                ranges=ranges_of(visit, "queries", tile.block_q, q.device),
-                Q_BY_TMA=tile.q_in_registers,
-                ADD=not first or low > 0,
-                **strides,
-                **_strides(g=total),
-                **shape,
-            )
     dk, dv = take_dkv()
-    tile = tiles.dkv
+    tile = _tiles(q, v).dkv
     shape = _shape(q, k, v, tile)
     launches = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
     with sums_of(launches, dk, dv) as (total_dk, total_dv):
@@ -757,8 +774,6 @@ def _backward(
                 k=k,
                 v=v,
                 dout=_source(dout, tile.block_q, shape["BLOCK_DV"], tile),
-                **rows,
-                **scales,
                 dk=total_dk,
                 dv=total_dv,
                 low=low,
@@ -767,10 +782,23 @@ def _backward(
                 n_heads=n_heads,
                 ranges=ranges_of(visit, "keys", tile.block_k, q.device),
                 ADD=not first or first_head > 0 or low > 0,
-                **strides,
-                **_strides(g=total_dk, w=total_dv),
+                **_rows(q, k, state, visit, scale),
+                **_strides(q=q, k=k, v=v, o=dout, g=total_dk, w=total_dv),
                 **shape,
             )
+
+
+def _rows(q: Tensor, k: Tensor, state: Started, visit: Visit, scale: float) -> dict[str, object]:
+    """What both backward kernels take of the queries' rows, and the scale."""
+    return {
+        "lse": state.lse,
+        "delta": state.delta,
+        "seen_rows": seen_rows_of(visit, q.device),
+        "n_q": q.shape[1],
+        "n_k": k.shape[1],
+        "scale": scale,
+        "scale_log2": scale * LOG2E.value,
+    }
 
 
 def _tiles(q: Tensor, v: Tensor) -> Tiles:

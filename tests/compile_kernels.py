@@ -119,7 +119,14 @@ class Recorder:
 
 
 def compile_hopper(
-    kernel: str, dtype: torch.dtype, dim: int, v_dim: int | None = None, *, accumulate: bool = False, full: bool = False
+    kernel: str,
+    dtype: torch.dtype,
+    dim: int,
+    v_dim: int | None = None,
+    *,
+    accumulate: bool = False,
+    full: bool = False,
+    without_dq: bool = False,
 ) -> Compiled:
     """Compile the Hopper kernel "forward" or "backward" for what its launcher passes; options as `compile_kernel`."""
     sums = torch.float32 if accumulate else dtype
@@ -136,7 +143,8 @@ def compile_hopper(
         else:
             function = BACKWARD_KERNEL
             rows = torch.zeros(2, 4, 128)
-            state = hopper_kernel.Started(rows, rows, torch.zeros(2, 4, 1, 1), 64, dim, v.shape[3], 0.1, dtype)
+            dq = None if without_dq else torch.zeros(2, 4, 1, 1)
+            state = hopper_kernel.Started(rows, rows, dq, 64, dim, v.shape[3], 0.1, dtype)
             dkv = k.to(sums), v.to(sums)
             hopper_kernel.backward(q, k, v, dout, state, visit, 0.1, lambda: dkv, first=not accumulate)
     arguments = recorder.arguments

@@ -139,7 +139,8 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
             ds = (p * (v @ dout.T + a["delta"][batch, head, rows])).to(narrow).float()
             dv += p.to(narrow).float() @ dout
             dk += ds @ q
-            a["dq"][batch, head, tile, places] += (ds.T @ k).flatten()
+            if a["WITH_DQ"]:
+                a["dq"][batch, head, tile, places] += (ds.T @ k).flatten()
         here = slice(block * block_k, min(n_k, (block + 1) * block_k))
         for result, total in ((a["dk"], dk * a["scale"]), (a["dv"], dv)):
             assert result.is_contiguous() and result.shape[:3] == (grid[2], n_k, grid[1])
