@@ -2,19 +2,29 @@
 
 Legend: `rank` and every peer are ranks *within the group*; `step`, `source` as in `plan.py`.
 
-Note [Two buffers]. At every step the shard in one buffer is computed on and sent up, while the next one arrives in the
-other. K and V of a shard are one message. So memory does not depend on the world size. By NVLink every rank publishes
-its shard once, in a third buffer, and pulls of each source the rows that it needs, two visits ahead.
+Note [Two buffers]. What is attended to lies in one buffer, while what comes next lands in another, so memory does not
+depend on the world size. By NVLink every rank publishes its shard once, and pulls of each source the rows that it
+needs. By messages, whole shards go from rank to rank (K and V in one message, through two buffers more), and what is
+needed of them is copied out as they pass.
+
+Note [Groups]. Forward, every visit after the first merges with what is there, which costs memory traffic. So shards
+that arrived meanwhile are attended to in one launch: 1, then 3, then 4 of 8. Their rows land in ascending order of
+position, which makes them one visit like any other. All transports group alike, and give the same bits.
 
 Note [dK and dV travel one hop longer]. The gradients of a shard go round with it, one hop behind: a rank receives what
 the ranks before it have summed, adds its own share in place, and sends it on at the next step. After the last visit
 they are `hops` ranks away from their owner and go home in one message.
+
+Note [Halves]. A kernel can't add to what has yet to arrive, and the next rank waits for what it adds. So backward,
+large shards are visited half by half: the sums of one half travel while those of the other are added to. Of three
+buffers of half a shard, one is added to, one is sent, and one is received into.
 """
 
 import logging
 import math
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,11 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .nvlink import NvlinkTransport, Place, find_obstacle
-from .plan import Plan, Visit
+from .nvlink import CopyEngine, Place, find_obstacle
+from .plan import Group, Plan, Visit, group_visits, part_rows, split_visits
 
 logger = logging.getLogger("ringflash")
 TRANSPORTS = ("auto", "gloo", "nccl", "nvlink")
+GROUP_BYTES = 2**28  # most that a group of several shards takes: see Note [Groups]
+HALVED_BYTES = 2**25  # sums of a shard that travel in halves: see Note [Halves]
 
 
 class Pending(Protocol):
@@ -34,9 +46,19 @@ class Pending(Protocol):
         """Return when what was received may be used on the current stream, and what was sent may be overwritten."""
 
 
+class Fetch(Protocol):
+    def __call__(self, group: Group, into: "_Packed | None") -> Pending:
+        """Start to bring the pieces of a group to their places; in the order of the groups, also those without."""
+        ...
+
+
 class Transport(Protocol):
-    def buffers(self, size: int, dtype: torch.dtype) -> list[Tensor]:
-        """Two flat tensors of `size` elements that `exchange` takes; good until `finish`."""
+    def carry(self, plan: Plan, k: Tensor, v: Tensor) -> AbstractContextManager[Fetch]:
+        """A pass around the ring, of which this rank's shards are `k` and `v`."""
+        ...
+
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+        """Flat tensors of `size` elements that `exchange` takes; good until `finish`."""
         ...
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
@@ -64,20 +86,36 @@ class _Works:
             raise RuntimeError(f"ringflash: {self.what} failed: {error}") from error
 
 
-class _OwnBuffers:
-    """What a transport of messages has in common: tensors of its own, and nothing under way once it was waited for."""
+class _Messages(Transport):
+    """What transports of messages have in common: whole shards go from rank to rank; tensors are their own, and nothing
+    is under way once it was waited for."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
 
-    def buffers(self, size: int, dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty(size, dtype=dtype, device=self.device) for _ in range(2)]
+    @contextmanager
+    def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
+        passing = _Passing(self, plan, k, v)
+
+        def fetch(group: Group, into: _Packed | None) -> Pending:
+            return _Landing(passing, group, into, torch.cuda.current_stream().record_event() if k.is_cuda else None)
+
+        try:
+            yield fetch
+            with passing.beside():
+                while passing.step < plan.hops:  # the others have yet to see what is here
+                    passing.go_on()
+        finally:
+            passing.join()
+
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(size, dtype=dtype, device=self.device) for _ in range(count)]
 
     def finish(self) -> None:
         pass
 
 
-class GlooTransport(_OwnBuffers):
+class GlooTransport(_Messages):
     """Gloo, for CPU tensors; CUDA tensors are staged through pinned host memory (gloo cannot read device memory)."""
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
@@ -108,7 +146,7 @@ class _Staged:
         self.receive.copy_(self.host_receive, non_blocking=True)
 
 
-class NcclTransport(_OwnBuffers):
+class NcclTransport(_Messages):
     """NCCL send/recv on its own stream; `wait` makes the current stream wait, not the host."""
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
@@ -171,10 +209,6 @@ def pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
     return picked
 
 
-def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
-    return {"gloo": GlooTransport, "nccl": NcclTransport, "nvlink": NvlinkTransport}[name](group, device)
-
-
 class _Packed(NamedTuple):
     """Two tensors of one shard in one flat buffer: `(b, rows, heads, dim)` each, rows as the shard has them."""
 
@@ -212,132 +246,257 @@ class _Packed(NamedTuple):
 Arrival = tuple[int, Visit | None, Tensor, Tensor]
 
 
-def visits(plan: Plan, k: Tensor, v: Tensor, transport: Transport | None) -> Iterator[Arrival]:
-    """Yield `(step, visit, k, v)` for every step of the plan; the next shard is already on its way.
+def grouped(plan: Plan, k: Tensor, v: Tensor) -> tuple[Group, ...]:
+    """What the forward pass attends to at a time: see Note [Groups]."""
+    return group_visits(plan, GROUP_BYTES // max(_Packed.size(k, v, 1) * k.itemsize, 1))
+
+
+def halved(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Group, ...]:
+    """What the backward pass attends to at a time, with sums in `dtype`: see Note [Halves]."""
+    large = _Packed.size(k, v, max(plan.rows)) * dtype.itemsize >= HALVED_BYTES
+    return split_visits(plan, 2 if plan.hops > 0 and large else 1)
+
+
+def visits(
+    plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transport: Transport | None
+) -> Iterator[Arrival]:
+    """Yield `(index, visit, k, v)` for every group; the next one is already on its way.
 
     `k` and `v` are the rows that the visit is about, good until the next is asked for. See Note [Two buffers].
     """
+
+    def mine(group: Group) -> tuple[Tensor, Tensor]:
+        (piece,) = group.pieces
+        return k[:, piece.begin : piece.end], v[:, piece.begin : piece.end]
+
     if transport is None or plan.hops == 0:
-        yield 0, plan.visits[0], k, v
-    elif isinstance(transport, NvlinkTransport):
-        yield from _pulled(plan, k, v, transport)
-    else:
-        yield from _passed_round(plan, k, v, transport)
+        for index, group in enumerate(groups):
+            yield index, group.visit, *mine(group)
+        return
+    ahead = deque(group for group in groups if group.last_step > 0 and group.visit is not None)
+    most_rows = (max((group.rows for group in [*ahead][turn::2]), default=0) for turn in range(min(2, len(ahead))))
+    with transport.carry(plan, k, v) as fetch:
+        places = [_Packed.empty(k, v, rows) for rows in most_rows]
+        arriving = deque((place, fetch(ahead.popleft(), place)) for place in places)
+        for index, group in enumerate(groups):
+            if group.last_step == 0:
+                yield index, group.visit, *mine(group)
+            elif group.visit is None:
+                fetch(group, None).wait()
+                yield index, None, k, v
+            else:
+                place, arrived = arriving.popleft()
+                arrived.wait()
+                yield index, group.visit, *place.views(group.rows)
+                if ahead:
+                    arriving.append((place, fetch(ahead.popleft(), place)))
 
 
-def _passed_round(plan: Plan, k: Tensor, v: Tensor, transport: Transport) -> Iterator[Arrival]:
-    """Whole shards go from rank to rank."""
-    here, there = (_Packed.empty(k, v, max(plan.rows)) for _ in range(2))
-    for mine, packed in zip((k, v), here.views(plan.rows[plan.rank]), strict=True):
-        packed.copy_(mine)
-    up, down = (plan.rank + 1) % plan.world_size, (plan.rank - 1) % plan.world_size
-    for step, visit in enumerate(plan.visits):
-        rows = plan.rows[plan.source(step)]
-        arriving = None
-        if step < plan.hops:
-            next_rows = plan.rows[plan.source(step + 1)]
-            arriving = transport.exchange(here.message(rows), there.message(next_rows), up, down, tag=0)
-        k_here, v_here = here.views(rows)
-        yield step, visit, k_here[:, plan.needed[step]], v_here[:, plan.needed[step]]
-        if arriving is not None:
-            arriving.wait()
-            here, there = there, here
+def _pieces_of(
+    group: Group, step: int, into: _Packed | None, shard: tuple[Tensor, Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where the pieces of the shard of `step` go, each beside what goes there."""
+    for piece in group.pieces:
+        if piece.step == step and into is not None:
+            for x, theirs in zip(into.views(group.rows), shard, strict=True):
+                yield x[:, piece.place : piece.place + piece.end - piece.begin], theirs[:, piece.begin : piece.end]
 
 
-def _pulled(plan: Plan, k: Tensor, v: Tensor, transport: NvlinkTransport) -> Iterator[Arrival]:
+class NvlinkTransport(CopyEngine):
     """Each rank pulls what it needs out of every source's buffer."""
-    size = _Packed.size(k, v, max(plan.rows))
-    with transport.publishing(size, k.dtype) as buffer:
-        for mine, packed in zip((k, v), _Packed.over(buffer, k, v).views(plan.rows[plan.rank]), strict=True):
+
+    @contextmanager
+    def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
+        size = _Packed.size(k, v, max(plan.rows))
+        with self.publishing(size, k.dtype) as buffer:
+            for mine, packed in zip((k, v), _Packed.over(buffer, k, v).views(plan.rows[plan.rank]), strict=True):
+                packed.copy_(mine)
+
+        def fetch(group: Group, into: _Packed | None) -> Pending:
+            with self.pulling(size, k.dtype) as published:
+                for step in dict.fromkeys(piece.step for piece in group.pieces):
+                    source = plan.source(step)
+                    shard = _Packed.over(published(source), k, v).views(plan.rows[source])
+                    for x, theirs in _pieces_of(group, step, into, shard):
+                        self.copy(x, theirs)
+            return self.pulled()
+
+        try:
+            yield fetch
+        finally:  # what is freed now was allocated on the current stream: it must not be written to later
+            self.pulled().wait()
+
+
+class _Passing:
+    """Whole shards on their way from rank to rank, on a stream of their own where there are streams.
+
+    A shard moves on when somebody waits for one behind it, so that gloo, which moves in the background only what was
+    started, has one exchange under way during each visit.
+    """
+
+    def __init__(self, transport: "_Messages", plan: Plan, k: Tensor, v: Tensor):
+        self.transport, self.plan, self.step = transport, plan, 0
+        self.stream = torch.cuda.Stream(k.device, priority=-1) if k.is_cuda else None
+        self.shards = [_Packed.empty(k, v, max(plan.rows)) for _ in range(2)]  # the one that is here, the next
+        for mine, packed in zip((k, v), self.here, strict=True):
             packed.copy_(mine)
+        self.arriving: Pending | None = None
+        with self.beside():
+            self._start_next()
 
-    def pull(step: int, into: _Packed) -> tuple[_Packed, Pending]:
-        source, needed = plan.source(step), plan.needed[step]
-        with transport.pulling(source, size, k.dtype) as buffer:
-            theirs = _Packed.over(buffer, k, v).views(plan.rows[source])
-            for x, there in zip(into.views(needed.stop - needed.start), theirs, strict=True):
-                _copy_contiguous(x, there[:, needed])
-        return into, transport.pulled()
+    @contextmanager
+    def beside(self, since: torch.Event | None = None) -> Iterator[None]:
+        """Inside, work goes to the own stream, and comes after what the current one has been given (until `since`)."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_event(since or torch.cuda.current_stream().record_event())
+        with torch.cuda.stream(self.stream):
+            yield
 
-    ahead = deque(step for step, visit in enumerate(plan.visits) if step > 0 and visit is not None)
-    most_rows = max((plan.needed[step].stop - plan.needed[step].start for step in ahead), default=0)
-    arriving = deque(pull(ahead.popleft(), _Packed.empty(k, v, most_rows)) for _ in range(min(2, len(ahead))))
-    try:
-        for step, visit in enumerate(plan.visits):
-            if step == 0 or visit is None:
-                yield step, visit, k, v
-                continue
-            here, arrived = arriving.popleft()
-            arrived.wait()
-            yield step, visit, *here.views(plan.needed[step].stop - plan.needed[step].start)
-            if ahead:
-                arriving.append(pull(ahead.popleft(), here))
-    finally:  # what is freed now was allocated on the current stream: it must not be written to later
-        transport.pulled().wait()
+    @property
+    def here(self) -> tuple[Tensor, Tensor]:
+        return self.shards[0].views(self._rows(self.step))
+
+    def _rows(self, step: int) -> int:
+        return self.plan.rows[self.plan.source(step)]
+
+    def _start_next(self) -> None:
+        if self.step < self.plan.hops:
+            send, receive = (x.message(self._rows(self.step + i)) for i, x in enumerate(self.shards))
+            up, down = (self.plan.rank + 1) % self.plan.world_size, (self.plan.rank - 1) % self.plan.world_size
+            self.arriving = self.transport.exchange(send, receive, up, down, tag=0)
+
+    def go_on(self) -> None:
+        """To the next step, whose shard is then here, and the one behind it on its way."""
+        assert self.arriving is not None
+        self.arriving.wait()
+        self.shards.reverse()
+        self.step += 1
+        self._start_next()
+
+    def join(self) -> None:
+        """The current stream waits for all that was moved."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
 
-def _copy_contiguous(into: Tensor, x: Tensor) -> None:
-    """Copy rows of a shard, a contiguous piece at a time: the copy engine takes nothing else."""
-    for there, piece in [(into, x)] if x.is_contiguous() else zip(into, x, strict=True):
-        there.copy_(piece, non_blocking=True)
+class _Landing(NamedTuple):
+    """A group that will have landed when it was waited for."""
+
+    passing: _Passing
+    group: Group
+    into: _Packed | None
+    since: torch.Event | None  # when `into` was free
+
+    def wait(self) -> None:
+        passing = self.passing
+        with passing.beside(self.since):
+            for step in range(passing.step, self.group.last_step + 1):
+                if step > passing.step:
+                    passing.go_on()
+                for x, theirs in _pieces_of(self.group, step, self.into, passing.here):
+                    x.copy_(theirs, non_blocking=True)
+        passing.join()
 
 
 class Gradients:
-    """dK and dV on their way round the ring: see Note [dK and dV travel one hop longer].
+    """dK and dV on their way round the ring: see Notes [dK and dV travel one hop longer] and [Halves].
 
-    Once a step, in the order of the steps: `arrive(step)`, then `take()`, whose tensors the visit adds to in place
-    (at step 0 it writes them). In the end `home()`.
+    Once for each group, in order: `arrive(index)`, then `take()`, whose tensors the visit adds to in place (the very
+    first writes them). In the end `home()`.
     """
 
-    def __init__(self, plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport | None):
-        self.plan, self.transport, self.dtypes = plan, transport, (k.dtype, v.dtype)
+    def __init__(
+        self,
+        plan: Plan,
+        groups: tuple[Group, ...],
+        k: Tensor,
+        v: Tensor,
+        dtype: torch.dtype,
+        transport: Transport | None,
+    ):
+        self.plan, self.groups, self.transport = plan, groups, transport
+        self.parts = len(groups) // (plan.hops + 1)
+        self.like = k, v
         self.alone: tuple[Tensor, Tensor] | None = None
-        self.buffers: list[_Packed] = []
+        self.buffers: list[_Packed] = []  # of this group, of the others of its step, and one for what comes next
         if transport is None or plan.hops == 0:
             self.alone = k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)
         else:
-            size = _Packed.size(k, v, max(plan.rows))
-            self.buffers = [_Packed.over(buffer, k, v) for buffer in transport.buffers(size, dtype)]
+            size = _Packed.size(k, v, -(-max(plan.rows) // self.parts))
+            self.buffers = [_Packed.over(x, k, v) for x in transport.buffers(self.parts + 1, size, dtype)]
+            for added_to in self.buffers[1 : self.parts]:
+                added_to.buffer.zero_()
         self.pending: Pending | None = None
-        self.step = 0
+        self.index = 0
 
-    def _exchange(self, next_source: int, to: int, down: int, tag: int) -> None:
-        assert self.transport is not None
-        here, there = self.buffers
-        rows, next_rows = self.plan.rows[self.plan.source(self.step)], self.plan.rows[next_source]
-        self.pending = self.transport.exchange(here.message(rows), there.message(next_rows), to, down, tag)
-        self.buffers.reverse()
+    def _cut(self, source: int, part: int) -> slice:
+        """Which rows of its source's shard a part is about."""
+        return part_rows(self.plan.rows[source], part, self.parts)
 
-    def arrive(self, step: int) -> None:
-        """Start to bring here what was summed for this step's source, and to send on what is finished here."""
-        if step > 0:
-            plan = self.plan
-            up, down = (plan.rank + 1) % plan.world_size, (plan.rank - 1) % plan.world_size
-            self._exchange(plan.source(step), up, down, tag=step)
-        self.step = step
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The running `(dk, dv)` of this step's source, once they are here: the rows that its visit is about."""
-        if self.alone is not None:
-            return self.alone
+    def _wait(self) -> None:
         if self.pending is not None:
             self.pending.wait()
-            self.pending = None
-        dk, dv = self.buffers[0].views(self.plan.rows[self.plan.source(self.step)])
-        return dk[:, self.plan.needed[self.step]], dv[:, self.plan.needed[self.step]]
+        self.pending = None
+
+    def _send_on(self, index: int) -> None:
+        """Start to send what is finished, and to bring here what the same part of the next step adds to."""
+        plan = self.plan
+        step, part = divmod(index, self.parts)
+        source = plan.source(step)
+        if step < plan.hops:
+            next_source, to, holder = plan.source(step + 1), plan.rank + 1, plan.rank - 1
+        else:
+            next_source, to, holder = plan.rank, plan.rank - plan.hops, plan.rank + plan.hops
+        rows, next_rows = (cut.stop - cut.start for cut in (self._cut(source, part), self._cut(next_source, part)))
+        here, there = self.buffers[0], self.buffers[-1]
+        peers = to % plan.world_size, holder % plan.world_size
+        assert self.transport is not None
+        self.pending = self.transport.exchange(here.message(rows), there.message(next_rows), *peers, tag=index + 1)
+        self.buffers.append(self.buffers.pop(0))
+
+    def arrive(self, index: int) -> None:
+        """Start to bring here what was summed before for this group, or, with halves, for the next."""
+        if index > 0 and self.alone is None:
+            self._wait()
+            self._send_on(index - 1)
+        self.index = index
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The running `(dk, dv)` of this group, once they are here: the rows that its visit is about."""
+        if self.alone is not None:
+            return self.alone
+        if self.parts == 1:
+            self._wait()
+        step, part = divmod(self.index, self.parts)
+        cut = self._cut(self.plan.source(step), part)
+        begin, end = next(
+            ((piece.begin, piece.end) for piece in self.groups[self.index].pieces), (cut.start, cut.start)
+        )
+        dk, dv = self.buffers[0].views(cut.stop - cut.start)
+        return dk[:, begin - cut.start : end - cut.start], dv[:, begin - cut.start : end - cut.start]
 
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
-        plan = self.plan
-        if self.alone is None:
-            owner, holder = (plan.rank - plan.hops) % plan.world_size, (plan.rank + plan.hops) % plan.world_size
-            self._exchange(plan.rank, owner, holder, tag=plan.hops + 1)
-            self.step = 0
-        # results must not alias each other, nor buffers that the next pass uses
-        dk, dv = (x.to(t, copy=self.alone is None) for x, t in zip(self.take(), self.dtypes, strict=True))
-        if self.alone is None and self.transport is not None:
-            self.transport.finish()
+        if self.alone is not None:
+            dk, dv = (x.to(like.dtype) for x, like in zip(self.alone, self.like, strict=True))
+            return dk, dv
+        self._wait()
+        self._send_on(self.index)
+        self._wait()
+        dk, dv = results = [x.new_empty(x.shape) for x in self.like]
+        for part in range(self.parts):  # results must not alias the buffers, which the next pass uses
+            cut = self._cut(self.plan.rank, part)
+            for result, x in zip(results, self.buffers[part].views(cut.stop - cut.start), strict=True):
+                result[:, cut].copy_(x)
+        assert self.transport is not None
+        self.transport.finish()
         return dk, dv
+
+
+def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
+    return {"gloo": GlooTransport, "nccl": NcclTransport, "nvlink": NvlinkTransport}[name](group, device)
 
 
 # Agreement between ranks ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ and passes outside it may come between.
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,7 +196,7 @@ class _Moment:
         self.event.wait()
 
 
-class NvlinkTransport:
+class CopyEngine:
     """Pulls by the copy engine out of symmetric memory. `device`: of the tensors, a GPU that is the current one.
 
     One pass at a time: a pass that starts on another stream waits for the one before it.
@@ -226,12 +226,18 @@ class NvlinkTransport:
             shards.barrier(1)
 
     @contextmanager
-    def pulling(self, rank: int, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        """What `rank` published, to be copied inside; what the current stream has been given comes before."""
+    def pulling(self, size: int, dtype: torch.dtype) -> Iterator[Callable[[int], Tensor]]:
+        """What each rank published, to be copied inside; what the current stream has been given comes before."""
         link = self.link
         link.shards_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(link.shards_stream):
-            yield link.buffers["shards"].of[rank][: size * dtype.itemsize].view(dtype)
+            yield lambda rank: link.buffers["shards"].of[rank][: size * dtype.itemsize].view(dtype)
+
+    def copy(self, into: Tensor, x: Tensor) -> None:
+        """Copy rows `(b, s, g, d)`, a contiguous piece at a time: the copy engine takes nothing else."""
+        whole = into.is_contiguous() and x.is_contiguous()
+        for there, piece in [(into, x)] if whole else zip(into, x, strict=True):
+            there.copy_(piece, non_blocking=True)
 
     def pulled(self) -> _Moment:
         """Wait for it to use what was pulled so far."""
@@ -239,14 +245,15 @@ class NvlinkTransport:
 
     # dK and dV: from buffer to buffer
 
-    def buffers(self, size: int, dtype: torch.dtype) -> list[Tensor]:
-        """Two flat buffers for `exchange`, in the same order on every rank; good until `finish`."""
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+        """Flat buffers for `exchange`, in the same order on every rank; good until `finish`."""
         link = self.link
-        nbytes = -(-size * dtype.itemsize // 256) * 256  # both begin at an aligned address
-        sums = link.buffer("sums", 2 * nbytes, self.group)
+        nbytes = -(-size * dtype.itemsize // 256) * 256  # each begins at an aligned address
+        sums = link.buffer("sums", count * nbytes, self.group)
         if link.sums_free is not None and not torch.cuda.is_current_stream_capturing():
             link.sums_free.wait()  # the pass before this one may have run on another stream
-        return [sums.memory[begin : begin + size * dtype.itemsize].view(dtype) for begin in (0, nbytes)]
+        begins = range(0, count * nbytes, nbytes) if nbytes else [0] * count
+        return [sums.memory[begin : begin + size * dtype.itemsize].view(dtype) for begin in begins]
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> _Moment:
         """Pull `receive` out of the buffer that `source` sends from; it is the one that this rank sends from.

@@ -14,11 +14,13 @@ whole mask: `first <= key row < last` (`Visit.seen_rows`), so whoever masks a ti
 """
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache, wraps
+from itertools import product
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +38,8 @@ from .layout import (
 )
 from .mask import Mask
 
+GROWTH = 3  # how many times as many shards as the group before a group may have
+MOST_PIECES = 4  # of a shard in a group, each of which is a copy
 TABLE_BYTES = 2**27  # of row tables kept at most, on the host and on a device each
 
 
@@ -83,7 +87,33 @@ class Visit:
         return not _sees_any(self)
 
 
+class Piece(NamedTuple):
+    """Rows `[begin, end)` of the shard of `step`; they lie from row `place` of what a group attends to."""
+
+    step: int
+    begin: int
+    end: int
+    place: int
+
+
 @dataclass(frozen=True)
+class Group:
+    """What is attended to in one launch: the visible rows of a shard, of a half of one, or of several shards.
+
+    The keys of `visit` are the `pieces`, one after the other and in ascending order of position, whichever shards they
+    are of: a visit as any other. Without a visit there are no pieces. `last_step` is the step of the last shard.
+    """
+
+    last_step: int
+    visit: Visit | None
+    pieces: tuple[Piece, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(piece.end - piece.begin for piece in self.pieces)
+
+
+@dataclass(frozen=True, eq=False)  # plans are cached: the same one has the same identity
 class Plan:
     """What `rank` does in one pass around the ring.
 
@@ -160,6 +190,88 @@ def _align_documents(mask: Mask) -> tuple[Runs, Runs, Mask]:
         keys.append(Run(end - (k_end - k), 1, k_end - k))
         ends.append(end)
     return merge_runs(queries), merge_runs(keys), Mask(mask.left, mask.right, cu_seqlens=ends)
+
+
+@lru_cache(maxsize=256)
+def group_visits(plan: Plan, most_rows: int) -> tuple[Group, ...]:
+    """The visits of a plan in few groups: its own shard first and alone, every group up to `GROWTH` times the last.
+
+    So a group can arrive while the one before it is computed, and merges are few. A group of several shards has at most
+    `most_rows` rows. Shards whose positions interleave (striped), or would lie in many pieces, are not grouped.
+    Example: 8 ranks, full mask, any number of rows -> steps 0 | 1 2 3 | 4 5 6 7.
+    """
+    steps = deque(step for step, visit in enumerate(plan.visits) if step > 0 and visit is not None)
+    groups, most = [_one_shard(plan, 0)], GROWTH
+    while steps:
+        members = [steps.popleft()]
+        group = _one_shard(plan, members[0])
+        while steps and len(members) < most:
+            members.append(steps[0])
+            larger = _join(plan, members)
+            if larger is None or larger.rows > most_rows or len(larger.pieces) > MOST_PIECES * len(members):
+                members.pop()
+                break
+            group = larger
+            steps.popleft()
+        groups.append(group)
+        most = GROWTH * len(members)
+    return tuple(groups)
+
+
+def _one_shard(plan: Plan, step: int) -> Group:
+    needed = plan.needed[step]
+    return Group(step, plan.visits[step], (Piece(step, needed.start, needed.stop, 0),))
+
+
+def _join(plan: Plan, steps: list[int]) -> Group | None:
+    """The shards of these steps in one group, or `None` where their positions interleave."""
+    found: list[tuple[Run, int, int]] = []  # a run of keys, its step, its first row in the shard
+    for step in steps:
+        visit, row = plan.visits[step], plan.needed[step].start
+        assert visit is not None
+        for run in visit.keys:
+            found.append((run, step, row))
+            row += run.length
+    keys: list[Run] = []
+    pieces: list[Piece] = []
+    for run, step, row in sorted(found):
+        place = pieces[-1].place + pieces[-1].end - pieces[-1].begin if pieces else 0
+        if keys and run.start <= keys[-1].start + keys[-1].step * (keys[-1].length - 1):
+            return None
+        if pieces and (pieces[-1].step, pieces[-1].end) == (step, row):
+            pieces[-1] = pieces[-1]._replace(end=row + run.length)
+        else:
+            pieces.append(Piece(step, row, row + run.length, place))
+        keys.append(run)
+    first = plan.visits[steps[0]]
+    assert first is not None
+    return Group(steps[-1], Visit(first.queries, merge_runs(keys), first.mask), tuple(pieces))
+
+
+def part_rows(rows: int, part: int, parts: int) -> slice:
+    """The rows of a part of a shard of `rows` rows."""
+    return slice(rows * part // parts, rows * (part + 1) // parts)
+
+
+@lru_cache(maxsize=256)
+def split_visits(plan: Plan, parts: int) -> tuple[Group, ...]:
+    """Every step of a plan as `parts` visits, each about one part of the source's rows: group `step * parts + part`.
+
+    Those of step 0 are always visits.
+    """
+    groups = []
+    for step, part in product(range(plan.hops + 1), range(parts)):
+        visit, needed = plan.visits[step], plan.needed[step]
+        cut = part_rows(plan.rows[plan.source(step)], part, parts)
+        begin, end = max(cut.start, needed.start), min(cut.stop, needed.stop)
+        if visit is not None:
+            visit = Visit(visit.queries, cut_runs(visit.keys, begin - needed.start, end - needed.start), visit.mask)
+        if visit is not None and step > 0:
+            low, high = (0, 0) if visit.is_empty else visit.seen_keys
+            begin, end = begin + low, begin + high
+            visit = None if visit.is_empty else Visit(visit.queries, cut_runs(visit.keys, low, high), visit.mask)
+        groups.append(Group(step, visit, () if visit is None else (Piece(step, begin, end, 0),)))
+    return tuple(groups)
 
 
 @lru_cache(maxsize=1024)

@@ -65,9 +65,9 @@ def ring_forward(
         out=q.new_empty(*q.shape[:3], v.shape[3], dtype=q.dtype if plan.hops == 0 else wide),
         lse=q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide),
     )
-    for step, visit, k_here, v_here in comm.visits(plan, k, v, transport):
-        if visit is not None:
-            backend.forward(q, k_here, v_here, visit, scale, into=total, first=step == 0)
+    for index, visit, k_here, v_here in comm.visits(plan, comm.grouped(plan, k, v), k, v, transport):
+        assert visit is not None
+        backend.forward(q, k_here, v_here, visit, scale, into=total, first=index == 0)
     return Partial(total.out.to(q.dtype), total.lse)
 
 
@@ -88,11 +88,13 @@ def ring_backward(
     if dlse is not None:  # the lse of a query that sees no key is a constant
         dlse = dlse.masked_fill(result.lse == NEG_INF, 0.0)
     state = backend.start_backward(q, result, dout, dlse, scale, sums)
-    gradients = comm.Gradients(plan, k, v, sums, transport)
-    for step, visit, k_here, v_here in comm.visits(plan, k, v, transport):
-        gradients.arrive(step)
+    groups = comm.halved(plan, k, v, sums)
+    gradients = comm.Gradients(plan, groups, k, v, sums, transport)
+    for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
+        gradients.arrive(index)
         if visit is None:
             gradients.take()
             continue
-        backend.backward(q, k_here, v_here, dout, state, visit, scale, take_dkv=gradients.take, first=step == 0)
+        backend.backward(q, k_here, v_here, dout, state, visit, scale, take_dkv=gradients.take, first=index == 0)
+        del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
     return backend.finish_backward(state), *gradients.home()

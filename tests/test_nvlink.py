@@ -19,10 +19,11 @@ from oracle import Attention, gradients, small_blocks, world
 from torch import Tensor
 
 from ringflash import comm, nvlink, release_buffers, ring_attention, shard
+from ringflash.comm import NvlinkTransport
 from ringflash.layout import count_rows, layout_runs
 from ringflash.mask import Mask
-from ringflash.nvlink import NvlinkTransport, Place, find_obstacle
-from ringflash.plan import plan_ring
+from ringflash.nvlink import Place, find_obstacle
+from ringflash.plan import plan_ring, split_visits
 from ringflash.testing import random_inputs
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
@@ -190,7 +191,8 @@ def overwritten_shards(passes: int) -> list[str]:
     with nvlink_on_cpus():
         for number in range(passes):
             k = torch.full((1, 8, 2, 16), 100.0 * number + dist.get_rank())
-            for step, _, k_here, v_here in comm.visits(plan, k, -k, NvlinkTransport(group, k.device)):
+            transport = NvlinkTransport(group, k.device)
+            for step, _, k_here, v_here in comm.visits(plan, split_visits(plan, 1), k, -k, transport):
                 time.sleep(random.random() * 0.005)
                 expected = 100.0 * number + plan.source(step)
                 if not ((k_here == expected).all() and (v_here == -expected).all()):
@@ -205,9 +207,9 @@ def test_a_shard_is_published_only_when_all_have_pulled_the_one_before(workers):
 
 def rows_copied(seq_len: int, layout: str, **mask: Any) -> int:
     """Key rows that this rank pulls in one forward pass."""
-    copied, copy = [], comm._copy_contiguous
+    copied, copy = [], NvlinkTransport.copy
     with nvlink_on_cpus(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "_copy_contiguous", lambda into, x: copied.append(x.shape[1]) or copy(into, x))
+        patch.setattr(NvlinkTransport, "copy", lambda self, into, x: copied.append(x.shape[1]) or copy(self, into, x))
         q, k, v, *_ = (shard(x, group=world(), layout=layout) for x in random_inputs(1, seq_len, 2, 16, kv_heads=1)[:3])
         ring_attention(q, k, v, group=world(), layout=layout, seq_len=seq_len, **mask)
         release_buffers(world())

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from ringflash.layout import LAYOUTS, Run, Runs, layout_runs, runs_to_positions
 from ringflash.mask import Mask, area
-from ringflash.plan import Visit, keep_by_bytes, plan_one, plan_ring, source_rank
+from ringflash.plan import (
+    Group,
+    Plan,
+    Visit,
+    group_visits,
+    keep_by_bytes,
+    part_rows,
+    plan_one,
+    plan_ring,
+    source_rank,
+    split_visits,
+)
 
 layouts = st.sampled_from(sorted(LAYOUTS))
 worlds = st.integers(1, 5)
@@ -122,6 +133,69 @@ def test_one_pair_in_a_visit_is_not_overlooked(tokens):
         pair = Visit((Run(0, 2, tokens),), (Run(2 * place + 1, 1, 1),), Mask(left=0, right=1))
         assert not pair.is_empty
         assert Visit(pair.queries, pair.keys, Mask(left=0, right=0)).is_empty
+
+
+def positions_in(plan: Plan, group: Group, shards: list[Runs]) -> list[int]:
+    """Positions of the keys of a group, from where its pieces are said to lie."""
+    keys = [-1] * group.rows
+    for piece in group.pieces:
+        rows = runs_to_positions(shards[plan.source(piece.step)])[piece.begin : piece.end].tolist()
+        keys[piece.place : piece.place + len(rows)] = rows
+    return keys
+
+
+@given(layouts, masks_of_length(40), worlds, st.integers(0, 40), st.data())
+def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(layout, drawn, world_size, most_rows, data):
+    seq_len, mask = drawn[0], Mask(**drawn[1])
+    rank, balance = data.draw(st.integers(0, world_size - 1)), mask if layout == "balanced" else None
+    plan = plan_ring(mask, layout, seq_len, rank, world_size, balance)
+    shards = [held(layout, seq_len, world_size, r, mask) for r in range(world_size)]
+    expected = [
+        (visit.queries, key, mask)
+        for step, visit in enumerate(plan.visits)
+        if visit is not None
+        for key in runs_to_positions(visit.keys).tolist()
+    ]
+    for groups in (group_visits(plan, most_rows), split_visits(plan, 1), split_visits(plan, 2)):
+        found = []
+        for group in groups:
+            keys = positions_in(plan, group, shards)
+            assert group.visit is None or runs_to_positions(group.visit.keys).tolist() == keys
+            assert keys == sorted(set(keys)) and min(keys, default=0) >= 0
+            assert all(piece.step <= group.last_step for piece in group.pieces)
+            if group.visit is not None:
+                found += [(group.visit.queries, key, group.visit.mask) for key in keys]
+        seen = {key for visit in plan.visits if visit for key in seen_keys(visit)}
+        assert {key for _, key, _ in found} >= seen and set(found) <= set(expected) and len(found) == len(set(found))
+    grouped = group_visits(plan, most_rows)
+    assert sorted(key for _, key, _ in expected) == sorted(k for g in grouped for k in positions_in(plan, g, shards))
+    for group in grouped[1:]:
+        assert group.rows <= most_rows or len({piece.step for piece in group.pieces}) == 1
+    assert [group.last_step for group in split_visits(plan, 2)] == [s for s in range(plan.hops + 1) for _ in range(2)]
+    for index, group in enumerate(split_visits(plan, 2)):  # a part is about its own rows alone
+        cut = part_rows(plan.rows[plan.source(index // 2)], index % 2, 2)
+        assert all(cut.start <= piece.begin <= piece.end <= cut.stop for piece in group.pieces)
+
+
+def seen_keys(visit: Visit) -> list[int]:
+    return runs_to_positions(visit.keys)[pairs_seen(visit.queries, visit.keys, visit.mask).any(0)].tolist()
+
+
+def sizes_of_groups(world_size: int, layout: str = "zigzag", most_rows: int = 1 << 30, rank: int = 0) -> list[int]:
+    plan = plan_ring(Mask(right=0), layout, 64 * world_size, rank, world_size)
+    return [len({piece.step for piece in group.pieces}) for group in group_visits(plan, most_rows)]
+
+
+def test_groups_grow_while_there_is_room():
+    assert sizes_of_groups(1) == [1]
+    assert sizes_of_groups(2) == [1, 1]
+    assert sizes_of_groups(4) == [1, 3]
+    assert sizes_of_groups(8) == [1, 3, 4]
+    assert sizes_of_groups(64) == [1, 3, 9, 27, 24]
+    assert sizes_of_groups(64, most_rows=8 * 64) == [1, 3, *[8] * 7, 4]
+    assert sizes_of_groups(8, most_rows=64) == [1] * 8
+    assert sizes_of_groups(8, rank=7, most_rows=64) == [1, 2, 2, 2, 1]  # of the shards below, half is seen
+    assert sizes_of_groups(8, "striped") == [1] * 8
 
 
 def test_shards_stop_moving_when_nobody_sees_them():
