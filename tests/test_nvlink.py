@@ -8,6 +8,7 @@ that it needs of its peers.
 import random
 import time
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -144,7 +145,11 @@ def same_bits(seq_len: int, layout: str, **options: Any) -> bool:
 
 def all_same_bits(layout: str) -> list[bool]:
     lengths = (37, 48, max(dist.get_world_size() - 1, 1))
-    results = [same_bits(seq_len, layout, **mask) for seq_len in lengths for mask in MASKS.values()]
+    results = []
+    for halved_bytes, seq_len in product((0, comm.HALVED_BYTES), lengths):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "HALVED_BYTES", halved_bytes)
+            results += [same_bits(seq_len, layout, **mask) for mask in MASKS.values()]
     with nvlink_on_cpus():
         return [*results, release_buffers(world()) > 0, release_buffers(world()) == 0]
 
@@ -152,8 +157,8 @@ def all_same_bits(layout: str) -> list[bool]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_pulled_shards_give_the_bits_of_shards_that_are_passed_round(workers, world_size, layout):
-    """Even and odd lengths, ranks without rows; buffers that are kept, grow, and are given back."""
-    assert workers(world_size).run(all_same_bits, layout) == [[True] * 11] * world_size
+    """Even and odd lengths, ranks without rows, halves; buffers that are kept, grow, and are given back."""
+    assert workers(world_size).run(all_same_bits, layout) == [[True] * 20] * world_size
 
 
 def differing_random_problems(iterations: int, seed: int) -> list[str]:
@@ -165,10 +170,13 @@ def differing_random_problems(iterations: int, seed: int) -> list[str]:
             "seq_len": order.randint(1, 40), "layout": order.choice(LAYOUTS), "batch": order.randint(1, 2),
             "seed": iteration, **MASKS[order.choice(list(MASKS))],
         }  # fmt: skip
-        expected = attend(**options)
-        with nvlink_on_cpus(most_delay=0.002):
-            if not all(map(torch.equal, attend(**options), expected)):
-                wrong.append(str(options))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "HALVED_BYTES", order.choice([0, comm.HALVED_BYTES]))
+            patch.setattr(comm, "GROUP_BYTES", order.choice([0, 10_000, comm.GROUP_BYTES]))
+            expected = attend(**options)
+            with nvlink_on_cpus(most_delay=0.002):
+                if not all(map(torch.equal, attend(**options), expected)):
+                    wrong.append(str(options))
     (link,) = nvlink._links[world()].values()
     dist.barrier()
     up = [name for name, x in link.buffers.items() if x.handle.get_signal_pad(dist.get_rank()).any()]
