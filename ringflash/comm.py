@@ -57,6 +57,10 @@ class Transport(Protocol):
         """A pass around the ring, of which this rank's shards are `k` and `v`."""
         ...
 
+    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+        """Flat tensors of these sizes, where groups land."""
+        ...
+
     def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
         """Flat tensors of `size` elements that `exchange` takes; good until `finish`."""
         ...
@@ -107,6 +111,9 @@ class _Messages(Transport):
                     passing.go_on()
         finally:
             passing.join()
+
+    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(size, dtype=dtype, device=self.device) for size in sizes]
 
     def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(size, dtype=dtype, device=self.device) for _ in range(count)]
@@ -274,9 +281,10 @@ def visits(
             yield index, group.visit, *mine(group)
         return
     ahead = deque(group for group in groups if group.last_step > 0 and group.visit is not None)
-    most_rows = (max((group.rows for group in [*ahead][turn::2]), default=0) for turn in range(min(2, len(ahead))))
+    most_rows = (max(group.rows for group in [*ahead][turn::2]) for turn in range(min(2, len(ahead))))
+    sizes = [_Packed.size(k, v, rows) for rows in most_rows]
     with transport.carry(plan, k, v) as fetch:
-        places = [_Packed.empty(k, v, rows) for rows in most_rows]
+        places = [_Packed.over(buffer, k, v) for buffer in transport.places(sizes, k.dtype)]
         arriving = deque((place, fetch(ahead.popleft(), place)) for place in places)
         for index, group in enumerate(groups):
             if group.last_step == 0:
@@ -304,6 +312,9 @@ def _pieces_of(
 
 class NvlinkTransport(CopyEngine):
     """Each rank pulls what it needs out of every source's buffer."""
+
+    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty(size, dtype=dtype, device=self.link.device) for size in sizes]
 
     @contextmanager
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:

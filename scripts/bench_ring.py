@@ -2,12 +2,19 @@
 
     torchrun --nproc-per-node 2 scripts/bench_ring.py
     torchrun --nproc-per-node 8 scripts/bench_ring.py --shapes 1,32,8,131072,128 --layouts zigzag striped
+    python scripts/bench_ring.py --emulate 8            # the compute side of 8 ranks, one after the other on one GPU
 
 Shapes are global: `s` tokens over all ranks. Prints time, TFLOP/s a GPU, the speed-up over the fastest one-GPU kernel,
 the efficiency (speed-up / ranks) and the peak of memory above the inputs, for the forward pass and for forward and
 backward together; appends the rows to results/bench_ring.csv. Everything is timed interleaved in one run: one-GPU
 kernels on rank 0 while the others wait, rings from a barrier until the slowest rank is done. What can't run here is
 listed with the reason. Runs over gloo on CPUs too, to try the program; its figures mean nothing there.
+
+With `--emulate W` the passes of W ranks are timed one after the other in one process (of many ranks, a sample):
+efficiency is the time of one GPU on the whole sequence / (W x the slowest rank's). Beside them stand what the host
+needs for each visit, the bytes that arrive during each (from the plan) with their time at 380 GB/s, how much of that is
+longer than the visit, and the peak of memory with all that the nvlink transport keeps. Rows go to emulate_ring.csv and
+emulate_ring_visits.csv. `emulation.py` says what is left out.
 """
 
 import argparse
@@ -24,7 +31,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from peers import DTYPES, FORMULA, LOADERS, MASKS, Case, Inputs, Shape, make_inputs, reason
+from emulation import emulate
+from peers import DTYPES, FORMULA, LOADERS, MASKS, WORK, Case, Inputs, Shape, make_inputs, passes_of, reason
 from report import (
     Row,
     add_output_arguments,
@@ -48,7 +56,6 @@ CONTEXT_PARALLEL = {  # PyTorch's: the kernel it is given, how it moves K/V
     "fa2-alltoall": (SDPBackend.FLASH_ATTENTION, "alltoall"),
     "fa2-allgather": (SDPBackend.FLASH_ATTENTION, "allgather"),
 }
-WORK = {"forward": 1.0, "forward+backward": 3.5}  # floating-point operations, in forward passes
 
 
 class Candidate(NamedTuple):
@@ -59,19 +66,9 @@ class Candidate(NamedTuple):
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def passes(self) -> dict[str, Callable[[], object]]:
-        attend = self.attend
-        if attend is None:
+        if self.attend is None:
             return dict.fromkeys(WORK, lambda: None)
-        leaves = [x.detach().requires_grad_() for x in self.inputs[:3]]
-
-        def forward() -> object:
-            with torch.no_grad():
-                return attend(*leaves)
-
-        def both() -> object:
-            return torch.autograd.grad(attend(*leaves), leaves, self.inputs.dout)
-
-        return dict(zip(WORK, (forward, both), strict=True))
+        return passes_of(self.attend, self.inputs)
 
 
 class Contender(NamedTuple):
@@ -205,10 +202,18 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="auto", help="attention backend of the ring: auto, triton or torch")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--emulate", type=int, metavar="W", help="the compute side of W ranks, one after the other")
+    parser.add_argument("--ranks", nargs="+", type=int, help="which of them; default: all of 8, else a sample of 4")
     add_timing_arguments(parser)
     add_output_arguments(parser, "bench_ring")
     options = parser.parse_args()
     world = start_world(options.device, options.pg_backend)
+    if options.emulate:
+        if options.shapes is shapes:
+            options.shapes = [Shape(1, 32, 8, rows * options.emulate, 128) for rows in (4096, 8192, 32768)]
+        emulate(world, options)
+        dist.destroy_process_group()
+        return
     origin = environment(world.device)
     world.say(*origin.values(), f"{world.size} ranks", world.backend, sep=" | ")
     world.say(f"FLOPs: {FORMULA}\n")

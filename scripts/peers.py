@@ -85,6 +85,23 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: in
     return Inputs(*(torch.randn(b, s, n, d, generator=generator, device=device, dtype=dtype) for n in (h, g, g, h)))
 
 
+WORK = {"forward": 1.0, "forward+backward": 3.5}  # floating-point operations, in forward passes
+
+
+def passes_of(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> dict[str, Callable[[], object]]:
+    """What is timed, under the names of `WORK`."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attend(*leaves)
+
+    def both() -> object:
+        return torch.autograd.grad(attend(*leaves), leaves, inputs.dout)
+
+    return dict(zip(WORK, (forward, both), strict=True))
+
+
 # The implementations: (q, k, v, causal) -> out
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from oracle import Attention, gradients, small_blocks, world
 from torch import Tensor
 
+from emulation import Loopback, Rank
+from peers import Shape, make_inputs, passes_of
 from ringflash import comm, nvlink, release_buffers, ring_attention, shard
 from ringflash.comm import NvlinkTransport
 from ringflash.layout import count_rows, layout_runs
@@ -211,6 +213,26 @@ def overwritten_shards(passes: int) -> list[str]:
 
 def test_a_shard_is_published_only_when_all_have_pulled_the_one_before(workers):
     assert workers(4).run(overwritten_shards, 20) == [[]] * 4
+
+
+def looped_back() -> list[str]:
+    """A pass of rank 5 of 8 in a group of one: what it leaves up, and what it has not launched."""
+    wrong, inputs = [], make_inputs(Shape(1, 2, 1, 16, 16), torch.float32, torch.device("cpu"))
+    with nvlink_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "HALVED_BYTES", 0)
+        transport = Loopback(world(), inputs.q.device)
+        rank = Rank.build(5, 8, inputs, "zigzag", Mask(right=0), "torch", transport)
+        with rank.around():
+            passes_of(rank.attend, inputs)["forward+backward"]()
+        for name in ("shards", "sums"):
+            if transport.link.buffers[name].handle.get_signal_pad(0).any():
+                wrong.append(f"signal up: {name}")
+        release_buffers(world())
+    return wrong
+
+
+def test_a_rank_can_be_looped_back_on_itself(workers):
+    assert workers(1).run(looped_back) == [[]]
 
 
 def rows_copied(seq_len: int, layout: str, **mask: Any) -> int:

@@ -20,8 +20,10 @@ import check_local
 import check_ring
 import report
 from accuracy import NAMES
-from peers import LOADERS, MASKS, Case, Shape, make_inputs
-from ringflash import ring_attention
+from emulation import Rank, ResidentTransport
+from peers import LOADERS, MASKS, Case, Inputs, Shape, make_inputs
+from ringflash import comm, ring_attention
+from ringflash.layout import layout_runs, take_rows
 from ringflash.mask import Mask
 from ringflash.ops import HAS_TRITON
 from ringflash.reference import dense_attention
@@ -147,6 +149,82 @@ def test_bench_ring_compares_two_ranks_with_the_fastest_single_one(tmp_path):
             assert float(row["speedup"]) == pytest.approx(speedup, rel=1e-3)
             assert float(row["efficiency"]) == pytest.approx(speedup / int(row["ranks"]), rel=1e-3)
     assert "context-parallel-cudnn-allgather zigzag unavailable: rank 0: RuntimeError" in done.stdout
+
+
+def test_bench_ring_emulates_ranks_one_after_the_other(tmp_path):
+    options = [
+        "--emulate",
+        "4",
+        "--shapes",
+        "1,4,2,256,16",
+        "--device",
+        "cpu",
+        "--dtypes",
+        "fp32",
+        "--out",
+        str(tmp_path),
+    ]
+    timing = ["--rounds", "3", "--round-ms", "1", "--baselines", "ringflash", "sdpa-fa2"]
+    done = run("bench_ring.py", *options, *timing)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read(tmp_path / "emulate_ring.csv")
+    assert [row["pass"] for row in rows] == ["forward", "forward+backward"]
+    for row in rows:
+        for name, single in (("efficiency", "fastest_ms"), ("own_efficiency", "own_ms")):
+            assert float(row[name]) == pytest.approx(float(row[single]) / 4 / float(row["median_ms"]), rel=1e-3)
+        assert float(row["fastest_rank_ms"]) <= float(row["median_ms"])
+        assert float(row["fastest_ms"]) <= float(row["own_ms"])
+    visits = read(tmp_path / "emulate_ring_visits.csv")
+    assert [(row["pass"], row["steps"]) for row in visits if row["pass"] == "forward"][:2] == [
+        ("forward", "0"),
+        ("forward", "1 2 3"),
+    ]
+    assert all(float(row["ms"]) > 0 for row in visits if row["rows"] != "0")
+
+
+@pytest.mark.parametrize("halved", [False, True])
+def test_what_arrives_at_an_emulated_rank_is_what_its_plan_needs_and_the_sums_of_every_hop(monkeypatch, halved):
+    monkeypatch.setattr(comm, "HALVED_BYTES", 0 if halved else 2**40)
+    inputs = make_inputs(Shape(2, 4, 2, 16, 8), torch.bfloat16, CPU)
+    row = 2 * 2 * 2 * 8  # elements of k and v in a row of both batches
+    for number in range(8):
+        rank = Rank.build(number, 8, inputs, "zigzag", Mask(right=0), "torch", ResidentTransport(CPU))
+        needed = sum(rows.stop - rows.start for rows in rank.plan.needed[1:])
+        forward, backward = rank.arriving()
+        assert sum(shards for shards, _ in forward) == sum(shards for shards, _ in backward) == needed * row * 2
+        assert sum(sums for _, sums in backward) == 8 * 16 * row * 4 and not any(sums for _, sums in forward)
+        parts = 2 if halved else 1
+        assert all(sums == 16 // parts * row * 4 for _, sums in backward[1:]) and backward[0].sums == 0
+
+
+def test_an_emulated_rank_computes_what_the_backend_does_at_each_visit(monkeypatch):
+    """With the other ranks' shards in the places where groups land, an emulated rank's result is a real one's."""
+    whole = make_inputs(Shape(1, 2, 1, 64, 16), torch.float32, CPU)
+    shards = [Inputs(*(take_rows(x, layout_runs("zigzag", 64, 4, r), 1) for x in whole)) for r in range(4)]
+    transport = ResidentTransport(CPU)
+    rank = Rank.build(1, 4, shards[1], "zigzag", Mask(right=0), "torch", transport)
+
+    @contextmanager
+    def carry(plan, k, v):
+        def fetch(group, into):
+            for piece in group.pieces:
+                shard, place = (
+                    shards[plan.source(piece.step)],
+                    slice(piece.place, piece.place + piece.end - piece.begin),
+                )
+                for x, theirs in zip(into.views(group.rows), (shard.k, shard.v), strict=True):
+                    x[:, place] = theirs[:, piece.begin : piece.end]
+            return mock.Mock()
+
+        yield fetch
+
+    monkeypatch.setattr(transport, "carry", carry)
+    with rank.around():
+        out = rank.attend(*shards[1][:3])
+    expected, _ = dense_attention(*whole[:3], mask=Mask(right=0))
+    torch.testing.assert_close(
+        out, take_rows(expected, layout_runs("zigzag", 64, 4, 1), 1).float(), rtol=1e-5, atol=1e-5
+    )
 
 
 # What passes
