@@ -181,11 +181,13 @@ def ring_attention(
             are told which rank refused and why), rows that don't fit the layout, or ranks that disagree with each
             other in shapes, dtypes or options (names which rank passed what).
         RuntimeError: a peer did not answer within the group's timeout. With "nvlink" the wait is on the device: a
-            line on stdout names rank, peer and channel (`2 * step` or one more for dK and dV), the CUDA context is
-            lost, and the next call that waits for the device raises.
+            line on stdout names rank, peer and channel (`2 * n` or one more for the n-th message of dK and dV), the
+            CUDA context is lost, and the next call that waits for the device raises.
 
     "nvlink" keeps two buffers in a group and device, which grow to the largest call: k and v of a rank once, in their
-    dtype, and dk and dv of a rank twice, in fp32. `release_buffers` gives them back.
+    dtype, and dk and dv of a rank one and a half times, in fp32 (twice, where that is less than 64 MiB).
+    `release_buffers` gives them back. During a forward pass, shards of several ranks that are attended to at once take
+    up to 256 MiB, twice; a larger shard is attended to alone.
 
     Source: Ring Attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889; striped: Brandon et al. (2023),
     https://arxiv.org/abs/2311.09431.
@@ -253,7 +255,7 @@ def release_buffers(group: Group) -> int:
     Raises:
         ValueError: not a group.
 
-    Example: `release_buffers(dist.group.WORLD)` -> 167772160 after 8192 rows of 8 heads of 128 in bf16 were trained.
+    Example: `release_buffers(dist.group.WORLD)` -> 134217728 after 8192 rows of 8 heads of 128 in bf16 were trained.
     """
     return ops.release_buffers(process_group(group))
 

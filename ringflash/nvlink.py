@@ -13,6 +13,11 @@ barrier says that every buffer is filled. Both run beside the visit to this rank
 Note [Signals return to zero]. A signal is a word that its sender raises when it is down and its receiver lowers when
 it is up; barriers are made of them. No pass leaves one up and no pass counts, so a captured CUDA graph may be replayed,
 and passes outside it may come between.
+
+Note [Rendezvous are counted]. Without NCCL, PyTorch's ranks meet in a store, under a number that counts the rendezvous
+of the process in all of its groups. Ranks that came to different numbers look for each other in vain until the store's
+timeout. So where some ranks are in more groups than others, those groups come last that not all of them are in: make a
+call of the largest shapes in the others first.
 """
 
 import os
@@ -107,7 +112,14 @@ def _rendezvous(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> 
 
     with _without_multicast():  # `symmetric_memory.empty` would keep freed memory in a pool of its own
         memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-        return memory, symmetric_memory.rendezvous(memory, group)
+        try:
+            return memory, symmetric_memory.rendezvous(memory, group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"ringflash: the ranks of group {group.group_name} did not meet to share {nbytes} bytes: {error}. "
+                "Either one of them is gone, or they made different numbers of rendezvous before, in other groups: see "
+                "Note [Rendezvous are counted] in nvlink.py"
+            ) from error
 
 
 class _Symmetric:
