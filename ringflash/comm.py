@@ -415,7 +415,7 @@ class Gradients:
     """dK and dV on their way round the ring: see Notes [dK and dV travel one hop longer] and [Halves].
 
     Once for each group, in order: `arrive(index)`, then `take()`, whose tensors the visit adds to in place (the very
-    first writes them). In the end `home()`.
+    first writes them). In the end `arrive(len(groups))`, then `home()`.
     """
 
     def __init__(
@@ -493,8 +493,6 @@ class Gradients:
         if self.alone is not None:
             dk, dv = (x.to(like.dtype) for x, like in zip(self.alone, self.like, strict=True))
             return dk, dv
-        self._wait()
-        self._send_on(self.index)
         self._wait()
         dk, dv = results = [x.new_empty(x.shape) for x in self.like]
         for part in range(self.parts):  # results must not alias the buffers, which the next pass uses

@@ -97,4 +97,7 @@ def ring_backward(
             continue
         backend.backward(q, k_here, v_here, dout, state, visit, scale, take_dkv=gradients.take, first=index == 0)
         del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
-    return backend.finish_backward(state), *gradients.home()
+    gradients.arrive(len(groups))  # the last sums go home meanwhile
+    dq = backend.finish_backward(state)
+    del state  # and the sum of dQ goes, before dk and dv are made
+    return dq, *gradients.home()
