@@ -83,7 +83,9 @@ def flash_attention(
             sequence. No query sees another document, in any sequence of the batch. Wants `s_q == s_k`. Every call
             waits for its copy to the host: a `Mask` made of it once a batch spares that.
         mask: a `Mask` in place of `causal`, `window` and `cu_seqlens`; prefix-LM and chunked attention too.
-        softcap, sinks, dropout_p: not built yet; anything but the default raises `NotImplementedError`.
+        sinks: a logit per query head, `(h,)`, any float dtype: the softmax has one more key of that score, with a value
+            of 0, which every query sees. It is part of lse. Differentiable.
+        softcap, dropout_p: not built yet; anything but the default raises `NotImplementedError`.
         deterministic: bitwise-equal gradients from run to run. On Hopper GPUs (fp16 and bf16, head dims up to 128) that
             takes a slower backward pass: the default one adds to dQ in any order. Elsewhere gradients always are.
         return_lse: return the log-sum-exp too.
@@ -94,7 +96,8 @@ def flash_attention(
 
     Returns:
         `out (b, s_q, h, d_v)` in q's dtype, or `(out, lse)` with `lse (b, h, s_q)`, fp32 (fp64 for fp64), the natural
-        log of the sum of `exp(scale * q.k)`. A query that sees no key gets `out = 0`, `lse = -inf` and no gradient.
+        log of the sum of `exp(scale * q.k)`. A query that sees no key gets `out = 0`, `lse = -inf` (its sink,
+        where there are sinks) and no gradient.
         Both are differentiable, once.
 
     Raises:
@@ -106,11 +109,12 @@ def flash_attention(
     Example: `flash_attention(q, k, v, causal=True)` for `q (1, 4096, 32, 128)`, `k, v (1, 4096, 8, 128)`.
     """
     _check_tensors(q, k, v)
-    _check_not_built(softcap, sinks, dropout_p)
+    _check_not_built(softcap, dropout_p)
+    _check_sinks(sinks, q)
     masking = _check_mask(mask, causal, window, cu_seqlens)
     scale = _check_scale(scale, q)
     backend = ops.pick_backend(backend, q.device, q.dtype)
-    out, lse = ops.attention(q, k, v, scale, *masking, backend, "", "", [], None, 0, "", deterministic)
+    out, lse = ops.attention(q, k, v, sinks, scale, *masking, backend, "", "", [], None, 0, "", deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -171,7 +175,8 @@ def ring_attention(
             (GPUs of one host that reach each other's memory, in a group of either backend; the copy engine moves
             shards, and no multiprocessor), or "auto": nvlink where every rank has a GPU of its own for it, else NCCL
             where the group has it for this device, else gloo. `transport_of` says which that is.
-        Everything else as in `flash_attention`.
+        Everything else as in `flash_attention`. Sinks are the same on every rank (values are not compared); a rank's
+            gradient of them is by its own queries, and the sum over ranks is the whole: as data parallelism sums it.
 
     Returns:
         `out (b, s, h, d_v)`, or `(out, lse)`, of this rank's rows; as in `flash_attention`.
@@ -195,7 +200,8 @@ def ring_attention(
     ranks = process_group(group)
     try:
         _check_tensors(q, k, v)
-        _check_not_built(softcap, sinks, dropout_p)
+        _check_not_built(softcap, dropout_p)
+        _check_sinks(sinks, q)
         masking = _check_mask(mask, causal, window, cu_seqlens)
         scale = _check_scale(scale, q)
         backend = ops.pick_backend(backend, q.device, q.dtype)
@@ -210,7 +216,19 @@ def ring_attention(
             ops.refuse(ranks, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
         raise
     out, lse = ops.attention(
-        q, k, v, scale, *masking, backend, ranks.group_name, layout, *balancing, seq_len, transport, deterministic
+        q,
+        k,
+        v,
+        sinks,
+        scale,
+        *masking,
+        backend,
+        ranks.group_name,
+        layout,
+        *balancing,
+        seq_len,
+        transport,
+        deterministic,
     )
     return (out, lse) if return_lse else out
 
@@ -285,10 +303,20 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"head dim must be a multiple of 8 from 16 to 256, got {dim} in {name}")
 
 
-def _check_not_built(softcap: float | None, sinks: Tensor | None, dropout_p: float) -> None:
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
+        seen = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ValueError(f"sinks must be a floating-point Tensor ({q.shape[2]},), a logit per query head, got {seen}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
+
+
+def _check_not_built(softcap: float | None, dropout_p: float) -> None:
     if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    for name, value in {"softcap": softcap, "sinks": sinks, "dropout_p": dropout_p or None}.items():
+    for name, value in {"softcap": softcap, "dropout_p": dropout_p or None}.items():
         if value is not None:
             raise NotImplementedError(f"{name} is not built yet")
 

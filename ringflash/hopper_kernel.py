@@ -227,6 +227,10 @@ class Started(NamedTuple):
     scale: float
     dtype: torch.dtype  # of dq in the end
 
+    @property
+    def delta(self) -> Tensor:
+        return -self.minus_delta[:, :, : self.n_q]
+
     def of(self, batches: slice) -> "Started":
         return self._replace(**{name: getattr(self, name)[batches] for name in ("minus_lse", "minus_delta", "dq")})
 

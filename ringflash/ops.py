@@ -119,6 +119,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     scale: float,
     mask: Sequence[int],
     documents: Tensor | None,
@@ -149,20 +150,22 @@ def attention(
             f"d_v={v.shape[3]} dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} causal={right == 0} "
             f"window=({left},{right}) chunk={chunk} prefix={prefix} documents={decoded.documents_digest} "
             f"backend={backend} layout={layout} layout_mask={laid_out and laid_out.digest} "
-            f"seq_len={seq_len} transport={transport} deterministic={deterministic}"
+            f"seq_len={seq_len} transport={transport} deterministic={deterministic} sinks={_shape_word(sinks)}"
         )
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     with _as_given(q):
-        out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scale)
+        out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scale, sinks)
     return out, lse
 
 
+def _shape_word(x: Tensor | None) -> str:
+    """`4xfloat32`. What a tensor holds ranks don't compare: it is on the device."""
+    return "none" if x is None else "x".join(map(str, (*x.shape, str(x.dtype).removeprefix("torch."))))
+
+
 @attention.register_fake
-def _(
-    q, k, v, scale, mask, documents, backend, group, layout, layout_mask, layout_documents, seq_len, transport,
-    deterministic,
-):  # fmt: skip
+def _(q, k, v, *_):
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
     return out, lse
@@ -172,11 +175,12 @@ def _(
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    sinks: Tensor | None,
     scale: float,
     mask: Sequence[int],
     documents: Tensor | None,
@@ -188,36 +192,38 @@ def attention_backward(
     seq_len: int,
     transport: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)` of this rank's shards."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)` of this rank's shards, and `dsinks` by its queries: empty where there are no sinks."""
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     with _as_given(q):
-        return ring.ring_backward(
-            _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale
+        dq, dk, dv, dsinks = ring.ring_backward(
+            _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale, sinks
         )
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
 @attention_backward.register_fake
-def _(dout, dlse, q, k, v, *_):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+def _(dout, dlse, out, lse, q, k, v, sinks, *_):
+    dsinks = q.new_empty(0) if sinks is None else sinks
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, dsinks))
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, scale, mask, documents, backend, group, layout, layout_mask, layout_documents, *rest = inputs
-    ctx.options = scale, mask, backend, group, layout, layout_mask, *rest
-    ctx.save_for_backward(q, k, v, documents, layout_documents, *output)
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), *output)
+    ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, documents, layout_documents, out, lse = ctx.saved_tensors
-    scale, mask, backend, group, layout, layout_mask, *rest = ctx.options
-    options = scale, mask, documents, backend, group, layout, layout_mask, layout_documents, *rest
+    *tensors, out, lse = ctx.saved_tensors
+    q, k, v, sinks, *options = (y if x is None else x for x, y in zip(tensors, ctx.options, strict=True))
+    nothing = (None,) * len(options)
     if dout is None and dlse is None:
-        return (None,) * (3 + len(options))
+        return None, None, None, None, *nothing
     if dout is None:
         dout = torch.zeros_like(out)
-    return *attention_backward(dout, dlse, q, k, v, out, lse, *options), *(None for _ in options)
+    dq, dk, dv, dsinks = attention_backward(dout, dlse, out, lse, q, k, v, sinks, *options)
+    return dq, dk, dv, None if sinks is None else dsinks, *nothing
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

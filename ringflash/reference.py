@@ -27,6 +27,7 @@ def dense_attention(
     *,
     mask: Mask,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -36,6 +37,7 @@ def dense_attention(
         q, k, v: `(b, s_q, h, d)`, `(b, s_k, g, d)`, `(b, s_k, g, d_v)`, any float dtype.
         mask: who sees whom, by position.
         scale: default `d ** -0.5`.
+        sinks: `(h,)`: a score that every query sees, whose value is 0.
         query_positions, key_positions: int64 `(s_q,)`, `(s_k,)`; by default `0 .. s_k - 1` for keys and the same
             aligned at the end for queries.
 
@@ -52,7 +54,13 @@ def dense_attention(
     q = rearrange(q.double(), "b q (g r) d -> b g r q d", g=k.shape[2])
     scores = factor * torch.einsum("bgrqd, bkgd -> bgrqk", q, k.double())
     scores = scores.masked_fill(~visible, NEG_INF)
-    lse = torch.logsumexp(scores, dim=-1) if k.shape[1] else scores.new_full(scores.shape[:-1], NEG_INF)
+    seen = scores
+    if sinks is not None:
+        # a sink of -inf is none: filled in again, so that autograd has nothing to say of it, not even NaN
+        sink_scores = sinks.double().masked_fill(sinks == NEG_INF, NEG_INF)
+        sink_scores = rearrange(sink_scores, "(g r) -> g r 1 1", g=k.shape[2])
+        seen = torch.cat([scores, sink_scores.expand(*scores.shape[:-1], 1)], dim=-1)
+    lse = torch.logsumexp(seen, dim=-1) if seen.shape[-1] else seen.new_full(seen.shape[:-1], NEG_INF)
     pivot = rearrange(lse.masked_fill(lse == NEG_INF, 0.0), "b g r q -> b g r q 1")
     out = torch.einsum("bgrqk, bkgd -> bqgrd", torch.exp(scores - pivot), v.double())
     return rearrange(out, "b q g r d -> b q (g r) d"), rearrange(lse, "b g r q -> b (g r) q")
