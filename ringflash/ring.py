@@ -13,11 +13,12 @@ from torch import Tensor
 from . import comm
 from .merge import NEG_INF, Partial, merge_sinks, sinks_gradient
 from .plan import Plan, Visit
+from .score import Scoring
 
 
 class Forward(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool
+        self, q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool
     ) -> None: ...
 
 
@@ -32,7 +33,7 @@ class State(Protocol):
 
 class StartBackward(Protocol):
     def __call__(
-        self, q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scale: float, sums: torch.dtype
+        self, q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scoring: Scoring, sums: torch.dtype
     ) -> State: ...
 
 
@@ -45,7 +46,7 @@ class Backward(Protocol):
         dout: Tensor,
         state: Any,
         visit: Visit,
-        scale: float,
+        scoring: Scoring,
         take_dkv: Callable[[], tuple[Tensor, Tensor]],
         first: bool,
     ) -> None: ...
@@ -71,7 +72,7 @@ def ring_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    scoring: Scoring,
     sinks: Tensor | None = None,
 ) -> Partial:
     """Attention of this rank's queries over the whole sequence: `out (b, s, h, d_v)` in q's dtype, `lse (b, h, s)`."""
@@ -83,7 +84,7 @@ def ring_forward(
     )
     for step, visit, k_here, v_here in comm.visits(plan, k, v, transport):
         if visit is not None:
-            backend.forward(q, k_here, v_here, visit, scale, into=total, first=step == 0)
+            backend.forward(q, k_here, v_here, visit, scoring, into=total, first=step == 0)
     if sinks is not None:
         merge_sinks(total, sinks)
     return Partial(total.out.to(q.dtype), total.lse)
@@ -99,7 +100,7 @@ def ring_backward(
     result: Partial,
     dout: Tensor,
     dlse: Tensor | None,
-    scale: float,
+    scoring: Scoring,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`(dq, dk, dv)` of this rank's shards, from every rank's queries and keys; `dsinks`, where there are sinks, from
@@ -107,13 +108,13 @@ def ring_backward(
     sums = q.dtype if plan.hops == 0 else torch.promote_types(q.dtype, torch.float32)
     if dlse is not None:  # the lse of a query that sees no key is a constant
         dlse = dlse.masked_fill(result.lse == NEG_INF, 0.0)
-    state = backend.start_backward(q, result, dout, dlse, scale, sums)
+    state = backend.start_backward(q, result, dout, dlse, scoring, sums)
     gradients = comm.Gradients(plan, k, v, sums, transport)
     for step, visit, k_here, v_here in comm.visits(plan, k, v, transport):
         gradients.arrive(step)
         if visit is None:
             gradients.take()
             continue
-        backend.backward(q, k_here, v_here, dout, state, visit, scale, take_dkv=gradients.take, first=step == 0)
+        backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=gradients.take, first=step == 0)
     dsinks = None if sinks is None else sinks_gradient(result.lse, state.delta, sinks).to(sinks.dtype)
     return backend.finish_backward(state), *gradients.home(), dsinks

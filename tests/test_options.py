@@ -15,7 +15,12 @@ from ringflash.testing import Inputs, random_inputs, relative_error
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": torch.tensor([0.7, -2.0, 3.0, float("-inf")])},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.01, 0.0])},
+    "alibi of each batch": {"alibi_slopes": torch.tensor([[0.5, 0.25, 0.01, 0.0], [0.0, 0.3, 2.0, -0.1]])},
+    "dropout": {"dropout_p": 0.3},
 }
+OPTIONS["all"] = {name: value for options in OPTIONS.values() for name, value in options.items()}
 MASKS = {
     "full": Mask(),
     "causal": Mask(causal=True),
@@ -23,14 +28,18 @@ MASKS = {
     "documents": Mask(causal=True, cu_seqlens=[0, 1, 16, 20, 37]),
 }
 SEQ_LEN = 37
+SEED = 3
 
 
 def problem(seq_len: int = SEQ_LEN, **shape: Any) -> Inputs:
     return random_inputs(2, seq_len, 4, 16, kv_heads=2, v_head_dim=24, **shape)
 
 
-def run(attention: Any, inputs: Inputs, sinks: Tensor | None = None, **options: Any) -> tuple[Attention, Tensor | None]:
-    """Results of both passes, with the gradient of sinks."""
+def run(
+    attention: Any, inputs: Inputs, sinks: Tensor | None = None, seed_here: int = SEED, **options: Any
+) -> tuple[Attention, Tensor | None]:
+    """Results of both passes, with the gradient of sinks; dropout goes by what is drawn after `seed_here`."""
+    torch.manual_seed(seed_here)
     leaves = [x.detach().requires_grad_() for x in (*inputs[:3], *(() if sinks is None else (sinks,)))]
     options |= {} if sinks is None else {"sinks": leaves[3]}
     with small_blocks():
@@ -43,6 +52,9 @@ def run(attention: Any, inputs: Inputs, sinks: Tensor | None = None, **options: 
 
 def dense(inputs: Inputs, **options: Any) -> tuple[Attention, Tensor | None]:
     wide = Inputs(*(x.double() for x in inputs))
+    if options.get("dropout_p"):
+        torch.manual_seed(SEED)
+        options |= {"seed": torch.randint(2**62, (1,))}
     return run(reference.dense_attention, wide, **options)
 
 
@@ -53,10 +65,11 @@ def check(actual: tuple[Attention, Tensor | None], expected: tuple[Attention, Te
 
 
 def attend_here(layout: str, option: str) -> list[tuple[Attention, Tensor | None]]:
-    """This rank's rows under each mask."""
+    """This rank's rows under each mask. Rank 0 alone draws what the oracle goes by."""
     group, whole = world(), problem()
     part = local_part(whole, held_positions(layout, SEQ_LEN, group.size(), group.rank()))
     shared: dict[str, Any] = {"group": group, "layout": layout, "seq_len": SEQ_LEN, "return_lse": True}
+    shared["seed_here"] = SEED + group.rank()
     return [run(ring_attention, part, **shared, mask=mask, **OPTIONS[option]) for mask in MASKS.values()]
 
 
