@@ -25,6 +25,7 @@ class _Options(TypedDict, total=False):
     cu_seqlens: Tensor | None
     mask: Mask | None
     softcap: float | None
+    alibi_slopes: Tensor | None
     sinks: Tensor | None
     dropout_p: float
     deterministic: bool
@@ -61,6 +62,7 @@ def flash_attention(
     cu_seqlens: Tensor | None = None,
     mask: Mask | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
@@ -83,7 +85,15 @@ def flash_attention(
             sequence. No query sees another document, in any sequence of the batch. Wants `s_q == s_k`. Every call
             waits for its copy to the host: a `Mask` made of it once a batch spares that.
         mask: a `Mask` in place of `causal`, `window` and `cu_seqlens`; prefix-LM and chunked attention too.
-        softcap, sinks, dropout_p: not built yet; anything but the default raises `NotImplementedError`.
+        softcap: scores become `softcap * tanh(score / softcap)`; positive. `score` is `scale * q.k`.
+        alibi_slopes: ALiBi: scores (capped ones) lose `slope * |query position - key position|`, positions counted as
+            `causal` counts them. `(h,)` or `(b, h)`, any float dtype; no gradient.
+        sinks: a logit per query head, `(h,)`, any float dtype: the softmax has one more key of that score, with a value
+            of 0, which every query sees. It is part of lse. Differentiable.
+        dropout_p: the probability, in [0, 1), that a weight is dropped after the softmax; the others are divided by
+            `1 - dropout_p`. lse is without it. Which ones follows from a seed that every call draws from PyTorch's
+            default generator of the CPU (`torch.manual_seed` governs it), and from batch, head and positions alone: the
+            same in a ring of any size and layout, with any backend.
         deterministic: bitwise-equal gradients from run to run. On Hopper GPUs (fp16 and bf16, head dims up to 128) that
             takes a slower backward pass: the default one adds to dQ in any order. Elsewhere gradients always are.
         return_lse: return the log-sum-exp too.
@@ -94,7 +104,8 @@ def flash_attention(
 
     Returns:
         `out (b, s_q, h, d_v)` in q's dtype, or `(out, lse)` with `lse (b, h, s_q)`, fp32 (fp64 for fp64), the natural
-        log of the sum of `exp(scale * q.k)`. A query that sees no key gets `out = 0`, `lse = -inf` and no gradient.
+        log of the sum of `exp(scale * q.k)`. A query that sees no key gets `out = 0`, `lse = -inf` (its sink,
+        where there are sinks) and no gradient.
         Both are differentiable, once.
 
     Raises:
@@ -106,11 +117,10 @@ def flash_attention(
     Example: `flash_attention(q, k, v, causal=True)` for `q (1, 4096, 32, 128)`, `k, v (1, 4096, 8, 128)`.
     """
     _check_tensors(q, k, v)
-    _check_not_built(softcap, sinks, dropout_p)
+    scoring = _check_scoring(scale, softcap, alibi_slopes, sinks, dropout_p, q)
     masking = _check_mask(mask, causal, window, cu_seqlens)
-    scale = _check_scale(scale, q)
     backend = ops.pick_backend(backend, q.device, q.dtype)
-    out, lse = ops.attention(q, k, v, scale, *masking, backend, "", "", [], None, 0, "", deterministic)
+    out, lse, _ = ops.attention(q, k, v, *scoring, *masking, backend, "", "", [], None, 0, "", deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -148,6 +158,7 @@ def ring_attention(
     cu_seqlens: Tensor | None = None,
     mask: Mask | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
@@ -171,7 +182,9 @@ def ring_attention(
             (GPUs of one host that reach each other's memory, in a group of either backend; the copy engine moves
             shards, and no multiprocessor), or "auto": nvlink where every rank has a GPU of its own for it, else NCCL
             where the group has it for this device, else gloo. `transport_of` says which that is.
-        Everything else as in `flash_attention`.
+        Everything else as in `flash_attention`. Sinks and ALiBi slopes are the same on every rank (values are not
+            compared). A rank's gradient of sinks is by its own queries; the sum over ranks is the whole, as data
+            parallelism sums it. With dropout all ranks go by the seed that rank 0 drew, which is broadcast.
 
     Returns:
         `out (b, s, h, d_v)`, or `(out, lse)`, of this rank's rows; as in `flash_attention`.
@@ -197,9 +210,8 @@ def ring_attention(
     ranks = process_group(group)
     try:
         _check_tensors(q, k, v)
-        _check_not_built(softcap, sinks, dropout_p)
+        scoring = _check_scoring(scale, softcap, alibi_slopes, sinks, dropout_p, q)
         masking = _check_mask(mask, causal, window, cu_seqlens)
-        scale = _check_scale(scale, q)
         backend = ops.pick_backend(backend, q.device, q.dtype)
         ops.check_transport(transport, ranks, q.device)
         seq_len = q.shape[1] * dist.get_world_size(ranks) if seq_len is None else seq_len
@@ -211,8 +223,8 @@ def ring_attention(
         if not torch.compiler.is_compiling():  # a tracer runs nothing; the call that it gives up runs again without it
             ops.refuse(ranks, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
         raise
-    out, lse = ops.attention(
-        q, k, v, scale, *masking, backend, ranks.group_name, layout, *balancing, seq_len, transport, deterministic
+    out, lse, _ = ops.attention(
+        q, k, v, *scoring, *masking, backend, ranks.group_name, layout, *balancing, seq_len, transport, deterministic
     )
     return (out, lse) if return_lse else out
 
@@ -287,12 +299,44 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"head dim must be a multiple of 8 from 16 to 256, got {dim} in {name}")
 
 
-def _check_not_built(softcap: float | None, sinks: Tensor | None, dropout_p: float) -> None:
+def _check_scoring(
+    scale: float | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    q: Tensor,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, float, float | None, float]:
+    """Sinks, slopes, a seed where there is dropout, scale, softcap and dropout, as operators take them."""
+    batch, heads = q.shape[0], q.shape[2]
+    _check_of_heads("sinks", sinks, [(heads,)], "a logit per query head", q)
+    _check_of_heads("alibi_slopes", alibi_slopes, [(heads,), (batch, heads)], "a slope per query head", q)
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes must not require a gradient: there is none of them")
+    if softcap is not None:
+        softcap = _check_positive("softcap", softcap)
     if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    for name, value in {"softcap": softcap, "sinks": sinks, "dropout_p": dropout_p or None}.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not built yet")
+    scale = q.shape[3] ** -0.5 if scale is None else _check_positive("scale", scale)
+    seed = torch.randint(2**62, (1,), device="cpu") if dropout_p else None
+    return sinks, alibi_slopes, seed, scale, softcap, float(dropout_p)
+
+
+def _check_of_heads(name: str, x: Tensor | None, shapes: list[tuple[int, ...]], what: str, q: Tensor) -> None:
+    if x is None:
+        return
+    if not isinstance(x, Tensor) or not x.is_floating_point() or tuple(x.shape) not in shapes:
+        seen = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} must be a floating-point Tensor {wanted}, {what}, got {seen}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+
+
+def _check_positive(name: str, value: float) -> float:
+    if not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    return float(value)
 
 
 def _check_mask(
@@ -320,11 +364,3 @@ def _check_mask(
         check_integer_tensor("cu_seqlens", cu_seqlens)
         documents = cu_seqlens.to("cpu", torch.int64).unsqueeze(0)
     return [left, 0 if causal else right, 0, 0], documents
-
-
-def _check_scale(scale: float | None, q: Tensor) -> float:
-    if scale is None:
-        return q.shape[3] ** -0.5
-    if not isinstance(scale, Real) or not 0 < float(scale) < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    return float(scale)

@@ -558,6 +558,15 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
         agreed.add(text)
 
 
+def from_first_rank(group: dist.ProcessGroup, x: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's `x`, on every rank: on the CPU where the group has gloo, else on the device and without a wait."""
+    x = x.to("cpu" if "gloo" in dist.get_backend_config(group) else device, copy=True)
+    if dist.get_world_size(group) > 1:
+        work = dist.broadcast(x, group=group, group_src=0, async_op=True)
+        _Works([work] if work is not None else [], "waiting for what rank 0 of the group drew").wait()
+    return x
+
+
 def _gather(group: dist.ProcessGroup, text: str, device: torch.device) -> tuple[list[Tensor], dist.Work | None]:
     """Start to gather every rank's line of text."""
     data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)

@@ -244,6 +244,10 @@ class Started(NamedTuple):
     scale: float
     dtype: torch.dtype  # of dq in the end
 
+    @property
+    def delta(self) -> Tensor:
+        return -self.minus_delta[:, :, : self.n_q]
+
     def of(self, batches: slice) -> "Started":
         dq = None if self.dq is None else self.dq[batches]
         return self._replace(minus_lse=self.minus_lse[batches], minus_delta=self.minus_delta[batches], dq=dq)

@@ -99,6 +99,12 @@ def _row_table(visit: Visit, device: torch.device) -> Tensor:
     return to_device(visit.seen_rows(), device)
 
 
+@keep_by_bytes(TABLE_BYTES)
+def positions_of(visit: Visit, device: torch.device) -> Tensor:
+    """Positions of the query rows, then of the key rows: for what depends on them beside the mask."""
+    return to_device(visit.positions(), device)
+
+
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Without stopping the host: from pinned memory. What comes here is kept and used again, so not inside a graph."""
     if device.type != "cuda":

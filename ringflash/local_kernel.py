@@ -14,7 +14,8 @@ Q, K rows of a tile, D and DV head dims.
 A kernel gets, for each of its blocks, the range `begin, full_begin, full_end, end` of the other side's rows, and for
 each query row the range of key rows that it sees (see plan.py, Note [One contiguous range]). Tiles inside
 `[full_begin, full_end)` run no mask code; the tiles around them compare rows with those ranges. So no kernel knows a
-position, a layout or a mask.
+layout or a mask, and positions only where ALiBi or dropout ask for them: `positions` has those of the query rows, and
+after them of the key rows. CAP, ALIBI and DROP are what `score.Scoring` asks for beside a scale.
 
 Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
 (its queries) come by pointer and stay in shared memory: a descriptor's tile is reshaped in registers, and stays there
@@ -45,6 +46,7 @@ from .launch import (
     capability_of,
     count_blocks,
     launches_of,
+    positions_of,
     ranges_of,
     seen_rows_of,
     sums_of,
@@ -52,6 +54,7 @@ from .launch import (
 )
 from .merge import Partial
 from .plan import Visit
+from .score import KEEP_BITS, Scoring
 
 if TYPE_CHECKING:
     from . import hopper_kernel
@@ -59,9 +62,10 @@ if TYPE_CHECKING:
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
 NEG_INF = tl.constexpr(float("-inf"))
+DROPPING_BITS = tl.constexpr(KEEP_BITS)
 Kernels = Literal["hopper", "portable"]
 # Arguments whose values differ from visit to visit: a kernel is not compiled anew for each that is 1 or divides by 16.
-NUMBERS = ["n_q", "n_k", "low", "high", "heads_per_kv", "first_head", "n_heads"]
+NUMBERS = ["n_q", "n_k", "low", "high", "heads_per_kv", "first_head", "n_heads", "drop_below"]
 
 
 # Verbs --------------------------------------------------------------------------------------------------------------
@@ -160,6 +164,79 @@ def _masked_tile(i, left, begin, full_begin, full, end, TILE: tl.constexpr):
 
 
 @triton.jit
+def _load_positions(positions, rows, end):
+    """Positions of the rows before `end`, counted as the table has them: queries first."""
+    if positions is None:
+        found = tl.zeros_like(rows)
+    else:
+        found = tl.load(positions + rows, mask=rows < end, other=0)
+    return found
+
+
+@triton.jit
+def _tanh(x):
+    """To the last digits of fp32: near 0, where `1 - exp` cancels, by the series."""
+    square = x * x
+    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    decay = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = (1 - decay) / (1 + decay)
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _score(products, query, key, scale_log2, cap_log2, slope, CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """`(scores, derivative)`: scores in base 2, and their derivative by `scale_log2 * products` where CAP says that it
+    is not 1. `query` and `key` are positions; the arguments broadcast."""
+    scores = products * scale_log2
+    derivative = scores
+    if CAP:
+        tanh = _tanh(scores / cap_log2)
+        scores = tanh * cap_log2
+        derivative = 1 - tanh * tanh
+    if ALIBI:
+        scores -= tl.abs(query - key).to(tl.float32) * slope
+    return scores, derivative
+
+
+@triton.jit
+def _load_slope(slopes, head, ALIBI: tl.constexpr):
+    """ALiBi's slope of a head, counted over batches, in base 2."""
+    if ALIBI:
+        slope = tl.load(slopes + head) * LOG2E
+    else:
+        slope = 0.0
+    return slope
+
+
+@triton.jit
+def _mix(x):
+    """See `score._mix`."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _load_words(head_words, head, query, DROP: tl.constexpr):
+    """The two words of each query that dropout goes by: see score.py, Note [Which weights are dropped]."""
+    row_a = query.to(tl.uint32, bitcast=True)
+    row_b = row_a * 0x9E3779B1
+    if DROP:
+        row_a = _mix(tl.load(head_words + head * 2).to(tl.uint32, bitcast=True) ^ _mix(row_a))
+        row_b = _mix(tl.load(head_words + head * 2 + 1).to(tl.uint32, bitcast=True) + row_b)
+    return row_a, row_b
+
+
+@triton.jit
+def _kept(row_a, row_b, key, drop_below):
+    """See `score.kept`; the arguments broadcast."""
+    x = (key.to(tl.uint32, bitcast=True) * 0x9E3779B1) ^ row_a
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) + row_b
+    return (_mix(x) >> (32 - DROPPING_BITS)).to(tl.int32, bitcast=True) >= drop_below
+
+
+@triton.jit
 def _online_softmax_update(scores, row_max, row_sum, scale_log2, MASKED: tl.constexpr):
     """One step of the online softmax: `(p, rescale, row_max, row_sum)`; a row that has seen no key keeps max -inf."""
     row_max_new = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
@@ -178,20 +255,28 @@ def _online_softmax_update(scores, row_max, row_sum, scale_log2, MASKED: tl.cons
 def _attend(
     q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    positions, query, row_a, row_b, slope, cap_log2, drop_below, n_q, n_k,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys."""
     k_tile = _load_rows(k, batch, kv_head, row, end, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, MASKED)
     scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
+    key = _load_positions(positions, n_q + row + tl.arange(0, BLOCK_K), n_q + n_k)[None, :]
+    if CAP or ALIBI:
+        scores, _ = _score(scores, query[:, None], key, scale_log2, cap_log2, slope, CAP, ALIBI)
+        scale_log2 = 1.0
     if MASKED:
-        key = row + tl.arange(0, BLOCK_K)[None, :]
-        seen = _within(key, first[:, None], tl.maximum(tl.minimum(last, end), first)[:, None])
+        key_row = row + tl.arange(0, BLOCK_K)[None, :]
+        seen = _within(key_row, first[:, None], tl.maximum(tl.minimum(last, end), first)[:, None])
         scores = tl.where(seen, scores, NEG_INF)
     p, rescale, row_max, row_sum = _online_softmax_update(scores, row_max, row_sum, scale_log2, MASKED)
     v_tile = _load_rows(
         v, batch, kv_head, row, end, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, MASKED
     )
+    if DROP:
+        p = tl.where(_kept(row_a[:, None], row_b[:, None], key, drop_below), p, 0.0)
     # [Q, K] @ [K, DV] -> [Q, DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
@@ -199,13 +284,14 @@ def _attend(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward_kernel(
-    q, k, v, out, lse, ranges, seen_rows,
+    q, k, v, out, lse, ranges, seen_rows, positions, slopes, head_words,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh,
-    n_q, n_k, scale_log2, heads_per_kv,
+    n_q, n_k, scale_log2, heads_per_kv, cap_log2, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MERGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head against the keys it sees; the last block, longest when causal, comes first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -222,13 +308,18 @@ def _forward_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_Q], NEG_INF, tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
+    any_head = batch.to(tl.int64) * tl.num_programs(1) + head  # counted over batches
+    query = _load_positions(positions, rows_q, n_q)
+    row_a, row_b = _load_words(head_words, any_head, query, DROP)
+    slope = _load_slope(slopes, any_head, ALIBI)
 
     tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_K)
     for i in tl.range(0, tiles_full, disable_licm=True):
         acc, row_max, row_sum = _attend(
             q_tile, k, v, acc, row_max, row_sum, None, None, batch, kv_head, full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False,
+            positions, query, row_a, row_b, slope, cap_log2, drop_below, n_q, n_k,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
     first, last = _load_seen(seen_rows, rows_q, n_q, n_q, n_k)
     for i in tl.range(0, tiles_left + tiles_right, disable_licm=True):
@@ -236,16 +327,19 @@ def _forward_kernel(
         acc, row_max, row_sum = _attend(
             q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True,
+            positions, query, row_a, row_b, slope, cap_log2, drop_below, n_q, n_k,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
 
     # Epilogue: normalise, and merge with what the visits before this one left. See merge.py.
     seen_any = row_sum > 0
     row_sum = tl.where(seen_any, row_sum, 1.0)
     result = acc / row_sum[:, None]
+    if DROP:
+        result *= keep_scale
     total = tl.where(seen_any, row_max + tl.log2(row_sum), NEG_INF)
     in_rows = rows_q < n_q
-    lse_rows = lse + (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q + rows_q
+    lse_rows = lse + any_head * n_q + rows_q
     out_rows = _rows_pointers(out, batch, head, row_q, stride_ob, stride_os, stride_oh, BLOCK_Q, BLOCK_DV)
     in_out = in_rows[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
     if MERGE:
@@ -292,8 +386,10 @@ def _delta_kernel(
 def _dq_step(
     q_tile, dout_tile, k, v, dq, lse_rows, delta_rows, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    positions, query, row_a, row_b, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """dQ from one tile of keys."""
     k_tile = _load_rows(k, batch, kv_head, row, end, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, MASKED)
@@ -301,25 +397,32 @@ def _dq_step(
         v, batch, kv_head, row, end, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, MASKED
     )
     scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
-    p = tl.exp2(scores * scale_log2 - lse_rows[:, None])
+    key = _load_positions(positions, n_q + row + tl.arange(0, BLOCK_K), n_q + n_k)[None, :]
+    scores, derivative = _score(scores, query[:, None], key, scale_log2, cap_log2, slope, CAP, ALIBI)
+    p = tl.exp2(scores - lse_rows[:, None])
     if MASKED:
-        key = row + tl.arange(0, BLOCK_K)[None, :]
-        seen = _within(key, first[:, None], tl.maximum(tl.minimum(last, end), first)[:, None])
+        key_row = row + tl.arange(0, BLOCK_K)[None, :]
+        seen = _within(key_row, first[:, None], tl.maximum(tl.minimum(last, end), first)[:, None])
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)  # [Q, DV] @ [DV, K] -> [Q, K]
+    if DROP:
+        dp = tl.where(_kept(row_a[:, None], row_b[:, None], key, drop_below), dp * keep_scale, 0.0)
     ds = p * (dp - delta_rows[:, None])
+    if CAP:
+        ds *= derivative
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)  # [Q, K] @ [K, D] -> [Q, D]
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _dq_kernel(
-    q, k, v, dout, lse, delta, dq, ranges, seen_rows,
+    q, k, v, dout, lse, delta, dq, ranges, seen_rows, positions, slopes, head_words,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
-    n_q, n_k, low, high, scale, scale_log2, heads_per_kv,
+    n_q, n_k, low, high, scale, scale_log2, heads_per_kv, cap_log2, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, Q_BY_TMA: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head, from the key rows `low` to `high`."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -339,7 +442,11 @@ def _dq_kernel(
     dout_tile = _load_rows(
         dout, batch, head, row_q, n_q, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, Q_BY_TMA, True
     )
-    head_rows = (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q
+    any_head = batch.to(tl.int64) * tl.num_programs(1) + head  # counted over batches
+    head_rows = any_head * n_q
+    query = _load_positions(positions, rows_q, n_q)
+    row_a, row_b = _load_words(head_words, any_head, query, DROP)
+    slope = _load_slope(slopes, any_head, ALIBI)
     lse_rows = tl.load(lse + head_rows + rows_q, mask=in_rows, other=float("inf")) * LOG2E
     delta_rows = tl.load(delta + head_rows + rows_q, mask=in_rows, other=0.0)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -350,7 +457,8 @@ def _dq_kernel(
             q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, None, None, batch, kv_head,
             full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False,
+            positions, query, row_a, row_b, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
     first, last = _load_seen(seen_rows, rows_q, n_q, n_q, n_k)
     for i in tl.range(0, tiles_left + tiles_right, disable_licm=True):
@@ -358,7 +466,8 @@ def _dq_kernel(
         acc = _dq_step(
             q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True,
+            positions, query, row_a, row_b, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
+            D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
 
     dq_rows = _rows_pointers(dq, batch, head, row_q, stride_gb, stride_gs, stride_gh, BLOCK_Q, BLOCK_D)
@@ -367,13 +476,16 @@ def _dq_kernel(
 
 @triton.jit
 def _dkv_step(
-    k_tile, v_tile, q, dout, lse, delta, dk, dv, key, seen_rows, batch, head, row, end, head_rows, n_q, n_k, scale_log2,
-    stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+    k_tile, v_tile, q, dout, lse, delta, dk, dv, key_row, seen_rows, batch, head, row, end, any_head, n_q, n_k,
+    scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+    positions, key, slopes, head_words, cap_log2, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV from one tile of queries; scores transposed, so that P and dS are left operands of their products."""
     rows = row + tl.arange(0, BLOCK_Q)
+    head_rows = any_head * n_q
     q_tile = _load_rows(q, batch, head, row, end, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, MASKED)
     dout_tile = _load_rows(
         dout, batch, head, row, end, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, TMA, MASKED
@@ -383,30 +495,43 @@ def _dkv_step(
         lse_rows = tl.load(lse + head_rows + rows, mask=rows < end, other=float("inf")) * LOG2E  # p = 0 past the end
     else:
         lse_rows = tl.load(lse + head_rows + rows) * LOG2E
-    p = tl.exp2(scores * scale_log2 - lse_rows[None, :])
+    query = _load_positions(positions, rows, n_q)
+    slope = _load_slope(slopes, any_head, ALIBI)
+    scores, derivative = _score(scores, query[None, :], key[:, None], scale_log2, cap_log2, slope, CAP, ALIBI)
+    p = tl.exp2(scores - lse_rows[None, :])
     if MASKED:
         first, last = _load_seen(seen_rows, rows, end, n_q, n_k)
-        p = tl.where(_within(key[:, None], first[None, :], last[None, :]), p, 0.0)
-    dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)  # [K, Q] @ [Q, DV] -> [K, DV]
+        p = tl.where(_within(key_row[:, None], first[None, :], last[None, :]), p, 0.0)
+    weights = p
+    if DROP:
+        row_a, row_b = _load_words(head_words, any_head, query, DROP)
+        kept = _kept(row_a[None, :], row_b[None, :], key[:, None], drop_below)
+        weights = tl.where(kept, p * keep_scale, 0.0)
+    dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)  # [K, Q] @ [Q, DV] -> [K, DV]
     dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)  # [K, DV] @ [DV, Q] -> [K, Q]
     if MASKED:
         delta_rows = tl.load(delta + head_rows + rows, mask=rows < end, other=0.0)
     else:
         delta_rows = tl.load(delta + head_rows + rows)
+    if DROP:
+        dp = tl.where(kept, dp * keep_scale, 0.0)
     ds = p * (dp - delta_rows[None, :])
+    if CAP:
+        ds *= derivative
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)  # [K, Q] @ [Q, D] -> [K, D]
     return dk, dv
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _dkv_kernel(
-    q, k, v, dout, lse, delta, dk, dv, ranges, seen_rows,
+    q, k, v, dout, lse, delta, dk, dv, ranges, seen_rows, positions, slopes, head_words,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_wb, stride_ws, stride_wh,
-    n_q, n_k, low, high, scale, scale_log2, heads_per_kv, first_head, n_heads,
+    n_q, n_k, low, high, scale, scale_log2, heads_per_kv, first_head, n_heads, cap_log2, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key/value head, from `n_heads` of the query heads that it
     serves and their rows `low` to `high`."""
@@ -425,7 +550,8 @@ def _dkv_kernel(
     v_tile = _load_rows(
         v, batch, kv_head, row_k, n_k, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, False, True
     )
-    first_row = batch.to(tl.int64) * tl.num_programs(1) * heads_per_kv  # (batch, head) counted in lse and delta
+    key = _load_positions(positions, n_q + rows_k, n_q + n_k)
+    heads_before = batch.to(tl.int64) * tl.num_programs(1) * heads_per_kv  # in other batches
     acc_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
 
@@ -435,9 +561,10 @@ def _dkv_kernel(
         head = kv_head * heads_per_kv + first_head + i // tiles_full
         acc_dk, acc_dv = _dkv_step(
             k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
-            full_begin + i % tiles_full * BLOCK_Q, end, (first_row + head) * n_q, n_q, n_k, scale_log2,
-            stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False,
+            full_begin + i % tiles_full * BLOCK_Q, end, heads_before + head, n_q, n_k,
+            scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+            positions, key, slopes, head_words, cap_log2, drop_below, keep_scale,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
     begin, full_begin, full_end, end = _load_range(
         ranges, block, low, high
@@ -449,9 +576,10 @@ def _dkv_kernel(
         row, stop = _masked_tile(i % tiles_masked, tiles_left, begin, full_begin, tiles_full, end, BLOCK_Q)
         acc_dk, acc_dv = _dkv_step(
             k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
-            row, stop, (first_row + head) * n_q, n_q, n_k, scale_log2,
-            stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True,
+            row, stop, heads_before + head, n_q, n_k,
+            scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
+            positions, key, slopes, head_words, cap_log2, drop_below, keep_scale,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
 
     in_rows = (rows_k < n_k)[:, None]
@@ -538,15 +666,18 @@ def kernel_of(
     v_dim: int,
     dtype: torch.dtype,
     capability: tuple[int, int],
+    *,
+    plain: bool = True,
 ) -> Kernels:
     """The kernels that a pass gets: a pure function, so every rank makes the same choice.
 
     "hopper" (compute capability 9.0, fp16 and bf16) up to head dim 256 forward and 128 backward. Its backward adds to
-    dQ in whatever order programs come: a deterministic pass takes dQ from the portable kernel (see `Ordered`).
+    dQ in whatever order programs come: a deterministic pass takes dQ from the portable kernel (see `Ordered`). And it
+    knows scores that are `plain` alone: a scale and no more.
     """
     widest = {"forward": 256, "backward": 128}[which]
     fits = capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and max(head_dim, v_dim) <= widest
-    return "hopper" if HAS_GLUON and fits else "portable"
+    return "hopper" if HAS_GLUON and fits and plain else "portable"
 
 
 class Started(NamedTuple):
@@ -575,11 +706,15 @@ class Ordered(NamedTuple):
     def dq(self) -> Tensor:
         return self.portable.dq
 
+    @property
+    def delta(self) -> Tensor:
+        return self.portable.delta
+
 
 State: TypeAlias = "Started | Ordered | hopper_kernel.Started"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
     """Attend to one shard and merge the partial result into the running one. As `reference.forward`."""
     if k.numel() == 0 or q.numel() == 0:  # nothing to launch, and TMA has no descriptor of nothing
         if first:
@@ -589,13 +724,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     parts = batches_of(q)
     if len(parts) > 1:
         for part in parts:
-            forward(q[part], k[part], v[part], visit, scale, Partial(into.out[part], into.lse[part]), first)
-    elif kernel_of("forward", q.shape[3], v.shape[3], q.dtype, capability_of(q.device)) == "hopper":
+            total = Partial(into.out[part], into.lse[part])
+            forward(q[part], k[part], v[part], visit, scoring.of(part), total, first)
+        return
+    kernel = kernel_of("forward", q.shape[3], v.shape[3], q.dtype, capability_of(q.device), plain=scoring.is_plain)
+    if kernel == "hopper":
         from . import hopper_kernel
 
-        hopper_kernel.forward(q, k, v, visit, scale, into, first)
+        hopper_kernel.forward(q, k, v, visit, scoring.scale, into, first)
     else:
-        _forward(q, k, v, visit, scale, into, first)
+        _forward(q, k, v, visit, scoring, into, first)
 
 
 def start_backward(
@@ -603,17 +741,18 @@ def start_backward(
     result: Partial,
     dout: Tensor,
     dlse: Tensor | None,
-    scale: float,
+    scoring: Scoring,
     sums: torch.dtype,
     *,
     deterministic: bool = False,
 ) -> State:
     """What the visits of a backward pass share. As `reference.start_backward`."""
-    hopper = None
-    if kernel_of("backward", q.shape[3], dout.shape[3], q.dtype, capability_of(q.device)) == "hopper" and q.numel():
+    dims, hopper = (q.shape[3], dout.shape[3]), None
+    kernel = kernel_of("backward", *dims, q.dtype, capability_of(q.device), plain=scoring.is_plain)
+    if kernel == "hopper" and q.numel():
         from . import hopper_kernel
 
-        hopper = hopper_kernel.start_backward(q, result, dout, dlse, scale, with_dq=not deterministic)
+        hopper = hopper_kernel.start_backward(q, result, dout, dlse, scoring.scale, with_dq=not deterministic)
         if not deterministic:
             return hopper
     dq = torch.empty(q.shape, dtype=sums, device=q.device)
@@ -628,7 +767,7 @@ def backward(
     dout: Tensor,
     state: State,
     visit: Visit,
-    scale: float,
+    scoring: Scoring,
     take_dkv: Callable[[], tuple[Tensor, Tensor]],
     first: bool,
 ) -> None:
@@ -643,17 +782,17 @@ def backward(
         dk, dv = take_dkv()
         for part in parts:
             inputs = (x[part] for x in (q, k, v, dout))
-            backward(*inputs, state.of(part), visit, scale, lambda part=part: (dk[part], dv[part]), first)
+            backward(*inputs, state.of(part), visit, scoring.of(part), lambda part=part: (dk[part], dv[part]), first)
     elif isinstance(state, Started):
-        _backward_dq(q, k, v, dout, state, visit, scale, first)
-        _backward_dkv(q, k, v, dout, state, visit, scale, take_dkv, first)
+        _backward_dq(q, k, v, dout, state, visit, scoring, first)
+        _backward_dkv(q, k, v, dout, state, visit, scoring, take_dkv, first)
     else:
         from . import hopper_kernel
 
         if isinstance(state, Ordered):
-            _backward_dq(q, k, v, dout, state.portable, visit, scale, first)
+            _backward_dq(q, k, v, dout, state.portable, visit, scoring, first)
             state = state.hopper
-        hopper_kernel.backward(q, k, v, dout, state, visit, scale, take_dkv, first)
+        hopper_kernel.backward(q, k, v, dout, state, visit, scoring.scale, take_dkv, first)
 
 
 def finish_backward(state: State) -> Tensor:
@@ -670,7 +809,7 @@ def finish_backward(state: State) -> Tensor:
 # Launchers of the portable kernels ----------------------------------------------------------------------------------
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
+def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
     q, k, v = map(aligned, (q, k, v))
     tile = _tiles(q, v).forward
     shape = _shape(q, k, v, tile)
@@ -684,8 +823,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: 
         seen_rows=seen_rows_of(visit, q.device),
         n_q=q.shape[1],
         n_k=k.shape[1],
-        scale_log2=scale * LOG2E.value,
         MERGE=not first,
+        **_scoring(scoring, visit, q.device),
         **_strides(q=q, k=k, v=v, o=into.out),
         **shape,
     )
@@ -724,7 +863,7 @@ def _compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def _backward_dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, state: Started, visit: Visit, scale: float, first: bool
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, state: Started, visit: Visit, scoring: Scoring, first: bool
 ) -> None:
     """See Note [Two kernels backward]."""
     q, k, v, dout = map(aligned, (q, k, v, dout))
@@ -744,7 +883,7 @@ def _backward_dq(
                 ranges=ranges_of(visit, "queries", tile.block_q, q.device),
                 Q_BY_TMA=tile.q_in_registers,
                 ADD=not first or low > 0,
-                **_rows(q, k, state, visit, scale),
+                **_rows(q, k, state, visit, scoring),
                 **_strides(q=q, k=k, v=v, o=dout, g=total),
                 **shape,
             )
@@ -757,7 +896,7 @@ def _backward_dkv(
     dout: Tensor,
     state: Started,
     visit: Visit,
-    scale: float,
+    scoring: Scoring,
     take_dkv: Callable[[], tuple[Tensor, Tensor]],
     first: bool,
 ) -> None:
@@ -782,22 +921,39 @@ def _backward_dkv(
                 n_heads=n_heads,
                 ranges=ranges_of(visit, "keys", tile.block_k, q.device),
                 ADD=not first or first_head > 0 or low > 0,
-                **_rows(q, k, state, visit, scale),
+                **_rows(q, k, state, visit, scoring),
                 **_strides(q=q, k=k, v=v, o=dout, g=total_dk, w=total_dv),
                 **shape,
             )
 
 
-def _rows(q: Tensor, k: Tensor, state: Started, visit: Visit, scale: float) -> dict[str, object]:
-    """What both backward kernels take of the queries' rows, and the scale."""
+def _rows(q: Tensor, k: Tensor, state: Started, visit: Visit, scoring: Scoring) -> dict[str, object]:
+    """What both backward kernels take of the queries' rows and are told of scores."""
     return {
         "lse": state.lse,
         "delta": state.delta,
         "seen_rows": seen_rows_of(visit, q.device),
         "n_q": q.shape[1],
         "n_k": k.shape[1],
-        "scale": scale,
-        "scale_log2": scale * LOG2E.value,
+        "scale": scoring.scale,
+        **_scoring(scoring, visit, q.device),
+    }
+
+
+def _scoring(scoring: Scoring, visit: Visit, device: torch.device) -> dict[str, object]:
+    """What all three kernels are told of scores."""
+    by_position = scoring.slopes is not None or scoring.head_words is not None
+    return {
+        "scale_log2": scoring.scale * LOG2E.value,
+        "cap_log2": (scoring.softcap or 0.0) * LOG2E.value,
+        "positions": positions_of(visit, device) if by_position else None,
+        "slopes": scoring.slopes,
+        "head_words": scoring.head_words,
+        "drop_below": scoring.drop_below,
+        "keep_scale": 1 / (1 - scoring.dropout_p),
+        "CAP": scoring.softcap is not None,
+        "ALIBI": scoring.slopes is not None,
+        "DROP": scoring.head_words is not None,
     }
 
 

@@ -19,6 +19,21 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
+def merge_sinks(total: Partial, sinks: Tensor) -> None:
+    """Merge one more partial into `total`, in place: `(0, sinks[head])`, a key with that score and a value of 0."""
+    lse = torch.logaddexp(total.lse, rearrange(sinks.to(total.lse.dtype), "h -> h 1"))
+    share = torch.exp(total.lse - lse.masked_fill(lse == NEG_INF, 0.0))
+    total.out.mul_(rearrange(share, "b h s -> b s h 1"))
+    total.lse.copy_(lse)
+
+
+def sinks_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
+    """`(h,)`, fp32 or wider. A sink is a key of probability `P = exp(sink - lse)` whose value is 0, so `dP = 0`, and
+    `dS = P * (dP - delta)` as for every key: `-sum of P * delta` over queries, `delta = rowsum(dout * out) - dlse`."""
+    probs = torch.exp(rearrange(sinks.to(lse.dtype), "h -> h 1") - lse.masked_fill(lse == NEG_INF, 0.0))
+    return -(probs * delta).sum(dim=(0, 2))
+
+
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two partial attention results over disjoint sets of keys into the result over their union.
 

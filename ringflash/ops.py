@@ -19,6 +19,7 @@ from . import comm, nvlink, reference, ring
 from .mask import Mask, decode
 from .merge import Partial
 from .plan import Plan, plan_one, plan_ring
+from .score import Scoring, make_head_words
 
 BACKENDS = ("auto", "torch", "triton")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -119,7 +120,12 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    seed: Tensor | None,
     scale: float,
+    softcap: float | None,
+    dropout_p: float,
     mask: Sequence[int],
     documents: Tensor | None,
     backend: str,
@@ -130,9 +136,9 @@ def attention(
     seq_len: int,
     transport: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of this rank's queries. Arguments were checked by `attention.py`, but for what documents hold: that
-    is checked here, and ranks are compared."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(out, lse)` of this rank's queries, and the words that dropout goes by, for the backward pass. Arguments were
+    checked by `attention.py`, but for what documents hold: that is checked here, and ranks are compared."""
     if group:
         process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
         try:
@@ -149,35 +155,67 @@ def attention(
             f"d_v={v.shape[3]} dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} causal={right == 0} "
             f"window=({left},{right}) chunk={chunk} prefix={prefix} documents={decoded.documents_digest} "
             f"backend={backend} layout={layout} layout_mask={laid_out and laid_out.digest} "
-            f"seq_len={seq_len} transport={transport} deterministic={deterministic}"
+            f"seq_len={seq_len} transport={transport} deterministic={deterministic} sinks={_shape_word(sinks)} "
+            f"softcap={softcap} alibi_slopes={_shape_word(slopes)} dropout_p={dropout_p!r}"
         )
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
+    head_words = _head_words(q, seed, group)
+    scoring = _scoring(q, slopes, head_words, scale, softcap, dropout_p)
     with _as_given(q):
-        out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scale)
-    return out, lse
+        out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scoring, sinks)
+    return out, lse, head_words
+
+
+def _head_words(q: Tensor, seed: Tensor | None, group: str) -> Tensor:
+    """The words of every head, int32 `(b, h, 2)` on q's device, from rank 0's seed; empty where nothing is dropped."""
+    if seed is None:
+        return torch.empty(0, 0, 2, dtype=torch.int32, device=q.device)
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("dropout can't be captured in a CUDA graph: every replay would drop the same weights")
+    if group:
+        process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
+        seed = comm.from_first_rank(process_group, seed, q.device)
+    return make_head_words(seed, q.shape[0], q.shape[2]).to(q.device)
+
+
+def _scoring(
+    q: Tensor, slopes: Tensor | None, head_words: Tensor, scale: float, softcap: float | None, dropout_p: float
+) -> Scoring:
+    if slopes is not None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        slopes = slopes.to(wide).expand(q.shape[0], q.shape[2]).contiguous()
+    return Scoring(scale, softcap, slopes, dropout_p, head_words if dropout_p else None)
+
+
+def _shape_word(x: Tensor | None) -> str:
+    """`4xfloat32`. What a tensor holds ranks don't compare: it is on the device."""
+    return "none" if x is None else "x".join(map(str, (*x.shape, str(x.dtype).removeprefix("torch."))))
 
 
 @attention.register_fake
-def _(
-    q, k, v, scale, mask, documents, backend, group, layout, layout_mask, layout_documents, seq_len, transport,
-    deterministic,
-):  # fmt: skip
+def _(q, k, v, sinks, slopes, seed, *_):
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return out, lse
+    words = (0, 0, 2) if seed is None else (q.shape[0], q.shape[2], 2)
+    return out, lse, q.new_empty(words, dtype=torch.int32)
 
 
 @torch.library.custom_op("ringflash::attention_backward", mutates_args=())
 def attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    head_words: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
     scale: float,
+    softcap: float | None,
+    dropout_p: float,
     mask: Sequence[int],
     documents: Tensor | None,
     backend: str,
@@ -188,36 +226,39 @@ def attention_backward(
     seq_len: int,
     transport: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)` of this rank's shards."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)` of this rank's shards, and `dsinks` by its queries: empty where there are no sinks."""
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
+    scoring = _scoring(q, slopes, head_words, scale, softcap, dropout_p)
     with _as_given(q):
-        return ring.ring_backward(
-            _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scale
+        dq, dk, dv, dsinks = ring.ring_backward(
+            _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scoring, sinks
         )
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
 @attention_backward.register_fake
-def _(dout, dlse, q, k, v, *_):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+def _(dout, dlse, out, lse, head_words, q, k, v, sinks, *_):
+    dsinks = q.new_empty(0) if sinks is None else sinks
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, dsinks))
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, scale, mask, documents, backend, group, layout, layout_mask, layout_documents, *rest = inputs
-    ctx.options = scale, mask, backend, group, layout, layout_mask, *rest
-    ctx.save_for_backward(q, k, v, documents, layout_documents, *output)
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), *output)
+    ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dlse):
-    q, k, v, documents, layout_documents, out, lse = ctx.saved_tensors
-    scale, mask, backend, group, layout, layout_mask, *rest = ctx.options
-    options = scale, mask, documents, backend, group, layout, layout_mask, layout_documents, *rest
+def _backward(ctx, dout, dlse, _):
+    *tensors, out, lse, head_words = ctx.saved_tensors
+    q, k, v, sinks, slopes, _, *options = (y if x is None else x for x, y in zip(tensors, ctx.options, strict=True))
+    nothing = (None,) * (2 + len(options))
     if dout is None and dlse is None:
-        return (None,) * (3 + len(options))
+        return None, None, None, None, *nothing
     if dout is None:
         dout = torch.zeros_like(out)
-    return *attention_backward(dout, dlse, q, k, v, out, lse, *options), *(None for _ in options)
+    dq, dk, dv, dsinks = attention_backward(dout, dlse, out, lse, head_words, q, k, v, sinks, slopes, *options)
+    return dq, dk, dv, None if sinks is None else dsinks, *nothing
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

@@ -74,6 +74,10 @@ class Visit:
         """Which key rows each query row sees: see `row_ranges`."""
         return row_ranges(self)
 
+    def positions(self) -> Tensor:
+        """Positions of the query rows, and after them of the key rows: see `row_positions`."""
+        return row_positions(self)
+
     @property
     def seen_keys(self) -> tuple[int, int]:
         """The key rows `[begin, end)` from the first to the last that any query sees."""
@@ -354,6 +358,15 @@ def row_ranges(visit: Visit) -> Tensor:
     decreases. Example: 3 causal queries on 3 keys -> `[[0, 0, 0], [1, 2, 3]]`.
     """
     return torch.stack(_seen_from(visit, runs_to_positions(visit.queries))).to(torch.int32)
+
+
+@keep_by_bytes(TABLE_BYTES)
+def row_positions(visit: Visit) -> Tensor:
+    """The position of each query row, and then of each key row: int32 `(query rows + key rows,)` on the CPU.
+
+    What depends on positions beside the mask asks for it: ALiBi and dropout.
+    """
+    return torch.cat([runs_to_positions(visit.queries), runs_to_positions(visit.keys)]).to(torch.int32)
 
 
 def _seen_from(visit: Visit, position: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,20 +11,30 @@ import torch
 from torch import Tensor
 
 from . import comm
-from .merge import NEG_INF, Partial
+from .merge import NEG_INF, Partial, merge_sinks, sinks_gradient
 from .plan import Plan, Visit
+from .score import Scoring
 
 
 class Forward(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool
+        self, q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool
     ) -> None: ...
+
+
+class State(Protocol):
+    """A backward pass under way: the sum of dQ, and whatever else the backend's kernels want, in their form."""
+
+    @property
+    def delta(self) -> Tensor:
+        """fp32 or fp64 `(b, h, s)`: `rowsum(dout * out) - dlse`."""
+        ...
 
 
 class StartBackward(Protocol):
     def __call__(
-        self, q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scale: float, sums: torch.dtype
-    ) -> Any: ...
+        self, q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scoring: Scoring, sums: torch.dtype
+    ) -> State: ...
 
 
 class Backward(Protocol):
@@ -36,7 +46,7 @@ class Backward(Protocol):
         dout: Tensor,
         state: Any,
         visit: Visit,
-        scale: float,
+        scoring: Scoring,
         take_dkv: Callable[[], tuple[Tensor, Tensor]],
         first: bool,
     ) -> None: ...
@@ -47,8 +57,7 @@ class FinishBackward(Protocol):
 
 
 class Backend(NamedTuple):
-    """The local attention: `reference.py` or `local_kernel.py`. The state of a backward pass (delta, the sum of dQ) is
-    the backend's own: in whatever form its kernels want it."""
+    """The local attention: `reference.py` or `local_kernel.py`."""
 
     forward: Forward
     start_backward: StartBackward
@@ -57,17 +66,27 @@ class Backend(NamedTuple):
 
 
 def ring_forward(
-    backend: Backend, plan: Plan, transport: comm.Transport | None, q: Tensor, k: Tensor, v: Tensor, scale: float
+    backend: Backend,
+    plan: Plan,
+    transport: comm.Transport | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    sinks: Tensor | None = None,
 ) -> Partial:
     """Attention of this rank's queries over the whole sequence: `out (b, s, h, d_v)` in q's dtype, `lse (b, h, s)`."""
+    one_partial = plan.hops == 0 and sinks is None
     wide = torch.promote_types(q.dtype, torch.float32)
     total = Partial(
-        out=q.new_empty(*q.shape[:3], v.shape[3], dtype=q.dtype if plan.hops == 0 else wide),
+        out=q.new_empty(*q.shape[:3], v.shape[3], dtype=q.dtype if one_partial else wide),
         lse=q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide),
     )
     for index, visit, k_here, v_here in comm.visits(plan, comm.grouped(plan, k, v), k, v, transport):
         assert visit is not None
-        backend.forward(q, k_here, v_here, visit, scale, into=total, first=index == 0)
+        backend.forward(q, k_here, v_here, visit, scoring, into=total, first=index == 0)
+    if sinks is not None:
+        merge_sinks(total, sinks)
     return Partial(total.out.to(q.dtype), total.lse)
 
 
@@ -81,13 +100,16 @@ def ring_backward(
     result: Partial,
     dout: Tensor,
     dlse: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)` of this rank's shards, from every rank's queries and keys; each in its input's dtype."""
+    scoring: Scoring,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`(dq, dk, dv)` of this rank's shards, from every rank's queries and keys; `dsinks`, where there are sinks, from
+    this rank's queries alone. Each in its input's dtype."""
     sums = q.dtype if plan.hops == 0 else torch.promote_types(q.dtype, torch.float32)
     if dlse is not None:  # the lse of a query that sees no key is a constant
         dlse = dlse.masked_fill(result.lse == NEG_INF, 0.0)
-    state = backend.start_backward(q, result, dout, dlse, scale, sums)
+    state = backend.start_backward(q, result, dout, dlse, scoring, sums)
+    dsinks = None if sinks is None else sinks_gradient(result.lse, state.delta, sinks).to(sinks.dtype)
     groups = comm.halved(plan, k, v, sums)
     gradients = comm.Gradients(plan, groups, k, v, sums, transport)
     for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
@@ -95,9 +117,9 @@ def ring_backward(
         if visit is None:
             gradients.take()
             continue
-        backend.backward(q, k_here, v_here, dout, state, visit, scale, take_dkv=gradients.take, first=index == 0)
+        backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=gradients.take, first=index == 0)
         del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
     gradients.arrive(len(groups))  # the last sums go home meanwhile
     dq = backend.finish_backward(state)
     del state  # and the sum of dQ goes, before dk and dv are made
-    return dq, *gradients.home()
+    return dq, *gradients.home(), dsinks

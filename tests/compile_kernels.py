@@ -28,9 +28,9 @@ KERNELS = {
 }
 FORWARD_KERNEL, BACKWARD_KERNEL = hopper_kernel.forward_kernel, hopper_kernel.backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
-WIDE_ARGUMENTS = ("scale", "scale_log2")
-FP32_POINTERS = ("lse", "delta")
-INT_POINTERS = ("ranges", "seen_rows")
+WIDE_ARGUMENTS = ("scale", "scale_log2", "cap_log2", "keep_scale")
+FP32_POINTERS = ("lse", "delta", "slopes")
+INT_POINTERS = ("ranges", "seen_rows", "positions", "head_words")
 
 
 @dataclass
@@ -63,6 +63,9 @@ def compile_kernel(
     capability: int = 90,
     accumulate: bool = False,
     full: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    dropout: bool = False,
 ) -> Compiled:
     """Compile `kernel` ("forward", "dq", "dkv") with `tile`, as a launcher of `local_kernel.py` would ask for it: in a
     visit after the first when `accumulate`, under the full mask when `full`."""
@@ -73,9 +76,10 @@ def compile_kernel(
         "D": dim, "DV": v_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d,
         "BLOCK_DV": block_dv, "MERGE": accumulate, "ADD": accumulate, "TMA": tile.tma,
         "Q_BY_TMA": tile.q_in_registers, "PRECISION": local_kernel._precision(dtype),
+        "CAP": softcap, "ALIBI": alibi, "DROP": dropout,
     }  # fmt: skip
-    if full:
-        constants["seen_rows"] = None
+    given = {"seen_rows": not full, "positions": alibi or dropout, "slopes": alibi, "head_words": dropout}
+    constants |= {name: None for name, is_given in given.items() if not is_given}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     name = DTYPE_NAMES[dtype]
     signature = {}

@@ -10,18 +10,20 @@ from ringflash.mask import Mask
 from ringflash.merge import Partial
 from ringflash.plan import plan_ring
 from ringflash.ring import Backend
+from ringflash.score import Scoring
 from ringflash.testing import Inputs
 
 
 def emulate_ring(
-    backend: Backend, inputs: Inputs, mask: Mask, layout: str, world_size: int
+    backend: Backend, inputs: Inputs, mask: Mask, layout: str, world_size: int, scoring: Scoring | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`(out, lse, dq, dk, dv)` of the whole sequence, fp32, as `world_size` ranks would compute them together.
 
     Every buffer is poisoned with NaN first: what no visit writes shows.
     """
     q, k, v, dout, dlse = inputs
-    seq_len, scale = q.shape[1], q.shape[3] ** -0.5
+    seq_len = q.shape[1]
+    scoring = Scoring(q.shape[3] ** -0.5) if scoring is None else scoring
     layout_mask = mask if layout == "balanced" else None
     shards = [layout_runs(layout, seq_len, world_size, rank, layout_mask) for rank in range(world_size)]
     plans = [plan_ring(mask, layout, seq_len, rank, world_size, layout_mask) for rank in range(world_size)]
@@ -39,11 +41,11 @@ def emulate_ring(
         source, visit, rows = plans[rank].source(step), plans[rank].visits[step], plans[rank].needed[step]
         if visit is not None:
             k_here, v_here = ks[source][:, rows], vs[source][:, rows]
-            backend.forward(qs[rank], k_here, v_here, visit, scale, into=totals[rank], first=step == 0)
+            backend.forward(qs[rank], k_here, v_here, visit, scoring, into=totals[rank], first=step == 0)
 
     dks, dvs = ([poisoned(x) for x in shards] for shards in (ks, vs))
     states = [
-        backend.start_backward(*arguments, scale, torch.float32)
+        backend.start_backward(*arguments, scoring, torch.float32)
         for arguments in zip(qs, totals, douts, dlses, strict=True)
     ]
     for step, rank in product(steps, range(world_size)):
@@ -52,7 +54,7 @@ def emulate_ring(
             continue
         k_here, v_here, dk_here, dv_here = (x[source][:, rows] for x in (ks, vs, dks, dvs))
         backend.backward(
-            qs[rank], k_here, v_here, douts[rank], states[rank], visit, scale,
+            qs[rank], k_here, v_here, douts[rank], states[rank], visit, scoring,
             take_dkv=lambda dk=dk_here, dv=dv_here: (dk, dv), first=step == 0,
         )  # fmt: skip
 

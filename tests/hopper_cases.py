@@ -14,6 +14,7 @@ from interpreter_cases import BACKEND, MASKS, TOLERANCE, check, dense
 from ringflash import flash_attention, hopper_kernel, launch, local_kernel, plan
 from ringflash.mask import Mask
 from ringflash.merge import Partial
+from ringflash.score import Scoring
 from ringflash.testing import random_inputs, relative_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -66,11 +67,11 @@ def test_unequal_lengths_and_rows_that_see_nothing(mask, query_len, key_len):
     assert visit is not None
     q, k, v, dout, dlse = inputs
     total = Partial(torch.full_like(dout, nan), torch.full_like(dlse, nan))
-    BACKEND.forward(q, k, v, visit, 0.125, into=total, first=True)
+    BACKEND.forward(q, k, v, visit, Scoring(0.125), into=total, first=True)
     empty = total.lse.isinf()
-    state = BACKEND.start_backward(q, total, dout, dlse.masked_fill(empty, 0.0), 0.125, q.dtype)
+    state = BACKEND.start_backward(q, total, dout, dlse.masked_fill(empty, 0.0), Scoring(0.125), q.dtype)
     dk, dv = torch.full_like(k, nan), torch.full_like(v, nan)
-    BACKEND.backward(q, k, v, dout, state, visit, 0.125, take_dkv=lambda: (dk, dv), first=True)
+    BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.125), take_dkv=lambda: (dk, dv), first=True)
     dq = BACKEND.finish_backward(state)
     expected = dense(inputs, MASKS[mask])
     assert torch.equal(empty, expected[1].isinf())
@@ -130,4 +131,4 @@ def test_a_pass_starts_with_rows_of_whole_tiles(query_len, dim, has_dlse):
     assert torch.allclose(state.minus_delta[..., :query_len], -delta, rtol=1e-5, atol=1e-5)
     assert torch.equal(state.minus_lse[..., :query_len], torch.where(lse == -inf, -inf, -lse / 0.5))
     assert (state.minus_lse[..., query_len:] == -inf).all() and not state.minus_delta[..., query_len:].any()
-    assert not state.dq.any()
+    assert state.dq is not None and not state.dq.any()

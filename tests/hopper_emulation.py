@@ -152,6 +152,7 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
 
 def dq_in_register_order(state: Started, dq: Tensor, block_q: int, block_d: int) -> None:
     """Add `dq (b, s, h, d)` to the state's sum, as the kernels would."""
+    assert state.dq is not None
     b, s, h, d = dq.shape
     tiles = state.dq.shape[2]
     padded = torch.zeros(b, tiles * block_q, h, block_d)

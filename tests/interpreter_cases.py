@@ -16,6 +16,7 @@ from ringflash.layout import Run
 from ringflash.local_kernel import choose_tiles
 from ringflash.mask import Mask
 from ringflash.ring import Backend
+from ringflash.score import Scoring, make_head_words
 from ringflash.testing import Inputs, random_inputs, relative_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -28,10 +29,10 @@ MASKS = {"full": Mask(), "causal": Mask(right=0), "window": Mask(left=29, right=
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 
-def dense(inputs: Inputs, mask: Mask):
+def dense(inputs: Inputs, mask: Mask, **options):
     """`(out, lse, dq, dk, dv)` by the oracle, for a loss that uses out and the lse of rows that see a key."""
     leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
-    out, lse = reference.dense_attention(*leaves, mask=mask)
+    out, lse = reference.dense_attention(*leaves, mask=mask, **options)
     finite = lse.masked_fill(lse.isinf(), 0.0)
     loss = (out * inputs.dout).sum() + (finite * inputs.dlse).sum()
     return out, lse, *torch.autograd.grad(loss, leaves)
@@ -96,6 +97,29 @@ def test_kernels_take_any_mask_of_one_interval_per_query(layout, mask):
     check(emulate_ring(BACKEND, inputs, mask, layout, 2), dense(inputs, mask), 2e-6)
 
 
+SLOPES = torch.tensor([[0.5, 0.03], [0.1, 0.0]])  # (b, h)
+OPTIONS = {
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": SLOPES},
+    "dropout": {"dropout_p": 0.3, "seed": torch.tensor([2**40 + 7])},
+}
+
+
+def scoring_of(softcap=None, alibi_slopes=None, dropout_p=0.0, seed=None) -> Scoring:
+    words = None if seed is None else make_head_words(seed, 2, 2)
+    return Scoring(0.25, softcap, alibi_slopes, dropout_p, words)
+
+
+@pytest.mark.parametrize("options", [[name] for name in OPTIONS] + [list(OPTIONS)], ids="-".join)
+@pytest.mark.parametrize(("layout", "mask", "tiles_of"), [("zigzag", "causal", (8, 0)), ("striped", "window", (9, 0))])
+def test_kernels_cap_scores_and_drop_weights_as_dense_attention_does(monkeypatch, layout, mask, tiles_of, options):
+    monkeypatch.setattr(local_kernel, "choose_tiles", lambda d, dv, dtype, _: choose_tiles(d, dv, dtype, tiles_of))
+    chosen = {name: value for option in options for name, value in OPTIONS[option].items()}
+    inputs = random_inputs(2, 203, 2, 16, kv_heads=1, dtype=torch.float16 if tiles_of == (9, 0) else torch.float32)
+    results = emulate_ring(BACKEND, inputs, MASKS[mask], layout, 2, scoring_of(**chosen))
+    check(results, dense(inputs, MASKS[mask], **chosen), TOLERANCE[inputs.q.dtype])
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_long_sums_are_made_in_several_launches(monkeypatch, layout):
     monkeypatch.setattr(launch, "LONGEST_SUM", 50)
@@ -112,12 +136,12 @@ def test_unequal_lengths_align_at_the_end_and_empty_rows_are_exact(mask, query_l
     assert visit is not None
     nan = float("nan")
     total = local_kernel.Partial(torch.full_like(dout, nan), torch.full_like(dlse, nan))
-    BACKEND.forward(q, k, v, visit, 0.25, into=total, first=True)
+    BACKEND.forward(q, k, v, visit, Scoring(0.25), into=total, first=True)
     empty = total.lse.isinf()
     dlse = dlse.masked_fill(empty, 0.0)
     dk, dv = (torch.full_like(x, nan) for x in (k, v))
-    state = BACKEND.start_backward(q, total, dout, dlse, 0.25, q.dtype)
-    BACKEND.backward(q, k, v, dout, state, visit, 0.25, take_dkv=lambda: (dk, dv), first=True)
+    state = BACKEND.start_backward(q, total, dout, dlse, Scoring(0.25), q.dtype)
+    BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.25), take_dkv=lambda: (dk, dv), first=True)
     dq = BACKEND.finish_backward(state)
     expected = dense(inputs, MASKS[mask])
     assert torch.equal(empty, expected[1].isinf())
@@ -138,21 +162,22 @@ def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_l
     for kernel in ("_forward_kernel", "_dq_kernel", "_dkv_kernel"):
         monkeypatch.setattr(local_kernel, kernel, None)
     total = local_kernel.Partial(torch.full_like(dout, math.nan), torch.full_like(dlse, math.nan))
-    BACKEND.forward(q, k, v, visit, 0.25, into=total, first=True)
+    BACKEND.forward(q, k, v, visit, Scoring(0.25), into=total, first=True)
     assert not total.out.any() and (total.lse == -math.inf).all()
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
     state = local_kernel.Started(total.lse, dlse, dq, q.dtype)
-    BACKEND.backward(q, k, v, dout, state, visit, 0.25, take_dkv=lambda: (dk, dv), first=True)
+    BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.25), take_dkv=lambda: (dk, dv), first=True)
     assert BACKEND.finish_backward(state) is dq and not any(x.any() for x in (dq, dk, dv))
 
 
 def test_more_batches_than_a_grid_takes_are_several_launches(monkeypatch):
     inputs = random_inputs(5, 33, 2, 16, kv_heads=1)
-    whole = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2)
+    scoring = Scoring(0.25, None, torch.rand(5, 2), 0.2, make_head_words(torch.tensor([3]), 5, 2))
+    whole = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, scoring)
     monkeypatch.setattr(launch, "MOST_BATCHES", 2)
     batches, strides = [], local_kernel._strides
     monkeypatch.setattr(local_kernel, "_strides", lambda **x: batches.extend(map(len, x.values())) or strides(**x))
-    assert all(map(torch.equal, emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2), whole))
+    assert all(map(torch.equal, emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, scoring), whole))
     assert set(batches) == {1, 2}
 
 
@@ -171,5 +196,5 @@ def test_a_later_visit_leaves_rows_alone_that_see_nothing():
     later = plan.Visit(visit.queries, (Run(96, 1, 96),), Mask(right=0))  # keys after every query
     total = local_kernel.Partial(torch.randn_like(inputs.dout), torch.randn_like(inputs.dlse))
     before = [x.clone() for x in total]
-    BACKEND.forward(*inputs[:3], later, 0.25, into=total, first=False)
+    BACKEND.forward(*inputs[:3], later, Scoring(0.25), into=total, first=False)
     assert all(torch.equal(a, b) for a, b in zip(total, before, strict=True))

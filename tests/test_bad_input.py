@@ -76,7 +76,12 @@ CASES = {
     "dropout of NaN": option(r"dropout_p must be in \[0, 1\), got nan", dropout_p=float("nan")),
     "dropout": option("dropout_p", NotImplementedError, dropout_p=0.1),
     "softcap": option("softcap", NotImplementedError, softcap=30.0),
-    "sinks": option("sinks", NotImplementedError, sinks=torch.zeros(4)),
+    "sinks of another number of heads": option(
+        r"sinks must be.*\(4,\).*got torch.float32 \(2,\)", sinks=torch.zeros(2)
+    ),
+    "sinks of integers": option("sinks must be.*int64", sinks=torch.zeros(4).long()),
+    "sinks that are no tensor": option("sinks must be a floating-point Tensor.*got float", sinks=0.0),
+    "sinks elsewhere": option("sinks must be on q's device cpu, got meta", sinks=torch.zeros(4, device="meta")),
     "cu_seqlens that are no tensor": option("cu_seqlens must be a Tensor, got list", cu_seqlens=[0, ROWS]),
     "cu_seqlens of floats": option("cu_seqlens must be int32 or int64.*float32", cu_seqlens=torch.tensor([0.0, 6.0])),
     "cu_seqlens of two dims": option(r"cu_seqlens must.*\(1, 2\)", cu_seqlens=torch.tensor([[0, ROWS]])),

@@ -12,10 +12,10 @@ from ringflash.testing import Inputs, random_inputs
 
 
 def options(group: str = "", seq_len: int = 0, causal: bool = True) -> tuple[Any, ...]:
-    """scale, mask, documents, backend, group, layout, layout_mask, layout_documents, seq_len, transport,
-    deterministic"""
+    """What follows q, k and v."""
     layout, transport = ("zigzag", "gloo") if group else ("", "")
-    return 0.25, [-1, 0 if causal else -1, 0, 0], None, "torch", group, layout, [], None, seq_len, transport, False
+    mask = [-1, 0 if causal else -1, 0, 0]
+    return None, None, None, 0.25, None, 0.0, mask, None, "torch", group, layout, [], None, seq_len, transport, False
 
 
 def leaves(inputs: Inputs) -> list[Tensor]:
@@ -28,8 +28,9 @@ def check_forward(inputs: Inputs, *option: Any) -> dict[str, str]:
 
 def check_backward(inputs: Inputs, dlse: Tensor | None, *option: Any) -> dict[str, str]:
     """No autograd check: the backward has no derivative."""
-    out, lse = torch.ops.ringflash.attention(*inputs[:3], *option)
-    arguments = (inputs.dout, dlse, *inputs[:3], out, lse, *option)
+    results = torch.ops.ringflash.attention(*inputs[:3], *option)
+    sinks, slopes, _, *others = option
+    arguments = (inputs.dout, dlse, *results, *inputs[:3], sinks, slopes, *others)
     checks = ("test_schema", "test_faketensor")
     return torch.library.opcheck(torch.ops.ringflash.attention_backward, arguments, test_utils=checks)
 
@@ -56,7 +57,7 @@ def test_attention_of_transposed_tensors_passes_opcheck():
 
 def test_attention_under_a_mask_of_documents_passes_opcheck():
     inputs, mask = random_inputs(1, 12, 4, 16, kv_heads=2), Mask(causal=True, cu_seqlens=[0, 5, 12], prefix=[2, 3])
-    option = (0.25, list(mask.numbers), mask.documents, *options()[3:])
+    option = (*options()[:6], list(mask.numbers), mask.documents, *options()[8:])
     assert set(check_forward(inputs, *option).values()) == {"SUCCESS"}
     assert set(check_backward(inputs, inputs.dlse, *option).values()) == {"SUCCESS"}
 

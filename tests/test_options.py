@@ -1,0 +1,113 @@
+"""What changes scores and probabilities beside the mask: every option in every layout, world size and mask.
+
+Sinks are checked with their gradient: each rank's is by its own queries, and their sum is the whole.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import FP32_BOUND, Attention, assemble, assert_close, held_positions, local_part, small_blocks, world
+from torch import Tensor
+
+from ringflash import Mask, flash_attention, reference, ring_attention
+from ringflash.testing import Inputs, random_inputs, relative_error
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sinks": {"sinks": torch.tensor([0.7, -2.0, 3.0, float("-inf")])},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.01, 0.0])},
+    "alibi of each batch": {"alibi_slopes": torch.tensor([[0.5, 0.25, 0.01, 0.0], [0.0, 0.3, 2.0, -0.1]])},
+    "dropout": {"dropout_p": 0.3},
+}
+OPTIONS["all"] = {name: value for options in OPTIONS.values() for name, value in options.items()}
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(causal=True),
+    "window": Mask(5, 2),
+    "documents": Mask(causal=True, cu_seqlens=[0, 1, 16, 20, 37]),
+}
+SEQ_LEN = 37
+SEED = 3
+
+
+def problem(seq_len: int = SEQ_LEN, **shape: Any) -> Inputs:
+    return random_inputs(2, seq_len, 4, 16, kv_heads=2, v_head_dim=24, **shape)
+
+
+def run(
+    attention: Any, inputs: Inputs, sinks: Tensor | None = None, seed_here: int = SEED, **options: Any
+) -> tuple[Attention, Tensor | None]:
+    """Results of both passes, with the gradient of sinks; dropout goes by what is drawn after `seed_here`."""
+    torch.manual_seed(seed_here)
+    leaves = [x.detach().requires_grad_() for x in (*inputs[:3], *(() if sinks is None else (sinks,)))]
+    options |= {} if sinks is None else {"sinks": leaves[3]}
+    with small_blocks():
+        out, lse = attention(*leaves[:3], **options)
+        finite = lse.masked_fill(lse.isinf(), 0.0)
+        loss = (out * inputs.dout).sum() + (finite * inputs.dlse).sum()
+        dq, dk, dv, *dsinks = torch.autograd.grad(loss, leaves)
+    return Attention(out.detach(), lse.detach(), dq, dk, dv), dsinks[0] if dsinks else None
+
+
+def dense(inputs: Inputs, **options: Any) -> tuple[Attention, Tensor | None]:
+    wide = Inputs(*(x.double() for x in inputs))
+    if options.get("dropout_p"):
+        torch.manual_seed(SEED)
+        options |= {"seed": torch.randint(2**62, (1,))}
+    return run(reference.dense_attention, wide, **options)
+
+
+def check(actual: tuple[Attention, Tensor | None], expected: tuple[Attention, Tensor | None], what: object) -> None:
+    assert_close(actual[0], expected[0], FP32_BOUND, what)
+    if expected[1] is not None:
+        assert actual[1] is not None and relative_error(actual[1], expected[1]) <= FP32_BOUND, f"dsinks, {what}"
+
+
+def attend_here(layout: str, option: str) -> list[tuple[Attention, Tensor | None]]:
+    """This rank's rows under each mask. Rank 0 alone draws what the oracle goes by."""
+    group, whole = world(), problem()
+    part = local_part(whole, held_positions(layout, SEQ_LEN, group.size(), group.rank()))
+    shared: dict[str, Any] = {"group": group, "layout": layout, "seq_len": SEQ_LEN, "return_lse": True}
+    shared["seed_here"] = SEED + group.rank()
+    return [run(ring_attention, part, **shared, mask=mask, **OPTIONS[option]) for mask in MASKS.values()]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_rings_match_dense_attention_with_every_option(workers, world_size, layout, option):
+    by_rank = workers(world_size).run(attend_here, layout, option)
+    held = [held_positions(layout, SEQ_LEN, world_size, rank) for rank in range(world_size)]
+    for (name, mask), *parts in zip(MASKS.items(), *by_rank, strict=True):
+        dsinks = [part[1] for part in parts if part[1] is not None]
+        actual = assemble([part[0] for part in parts], held), torch.stack(dsinks).sum(0) if dsinks else None
+        check(actual, dense(problem(), mask=mask, **OPTIONS[option]), name)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("query_len", "key_len"), [(1, 1), (9, 20), (20, 9), (5, 0), (0, 5)])
+def test_unequal_lengths_match_dense_attention_with_every_option(query_len, key_len, option):
+    inputs = problem(query_len, key_len=key_len)
+    for name in ("full", "causal", "window"):
+        actual = run(flash_attention, inputs, mask=MASKS[name], return_lse=True, **OPTIONS[option])
+        check(actual, dense(inputs, mask=MASKS[name], **OPTIONS[option]), name)
+
+
+# Sinks --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sink_is_a_key_of_value_0():
+    q, k, v, *_ = random_inputs(1, 7, 1, 16)
+    sink = torch.tensor([1.5])
+    wanted = 1.5 / 0.25 * q[0, 0, 0] / q[0, 0, 0].square().sum()  # for query 0, a key with that score
+    wide_k, wide_v = torch.cat([k, wanted[None, None, None]], 1), torch.cat([v, torch.zeros(1, 1, 1, 16)], 1)
+    out, lse = flash_attention(q[:, :1], k, v, sinks=sink, return_lse=True)
+    expected, expected_lse = flash_attention(q[:, :1], wide_k, wide_v, return_lse=True)
+    assert relative_error(out, expected) <= 1e-6 and relative_error(lse, expected_lse) <= 1e-6
+
+
+def test_a_query_that_sees_no_key_has_the_sink_alone():
+    inputs = random_inputs(1, 4, 2, 16, key_len=1)
+    out, lse = flash_attention(*inputs[:3], causal=True, sinks=torch.tensor([0.5, -1.0]), return_lse=True)
+    assert not out[:, :3].any() and lse[0, :, :3].tolist() == [[0.5] * 3, [-1.0] * 3]
