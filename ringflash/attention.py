@@ -120,7 +120,7 @@ def flash_attention(
     scoring = _check_scoring(scale, softcap, alibi_slopes, sinks, dropout_p, q)
     masking = _check_mask(mask, causal, window, cu_seqlens)
     backend = ops.pick_backend(backend, q.device, q.dtype)
-    out, lse, _ = ops.attention(q, k, v, *scoring, *masking, backend, "", "", [], None, 0, "", deterministic)
+    out, lse = ops.attend(q, k, v, *scoring, *masking, backend, "", "", [], None, 0, "", deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -223,7 +223,7 @@ def ring_attention(
         if not torch.compiler.is_compiling():  # a tracer runs nothing; the call that it gives up runs again without it
             ops.refuse(ranks, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
         raise
-    out, lse, _ = ops.attention(
+    out, lse = ops.attend(
         q, k, v, *scoring, *masking, backend, ranks.group_name, layout, *balancing, seq_len, transport, deterministic
     )
     return (out, lse) if return_lse else out

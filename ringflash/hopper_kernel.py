@@ -48,6 +48,7 @@ from .plan import Visit
 LOG2E = math.log2(math.e)
 NEG_INF = tl.constexpr(float("-inf"))
 ROWS = 64  # of queries in a warpgroup, forward
+SHORT_BLOCKS = 32  # of a head: with more, and under a mask, a program for each block was faster (docs/hopper_kernel.md)
 L2_BYTES = 40e6  # of keys and values that the blocks of queries that run side by side may read
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -182,7 +183,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     n_blocks = count_blocks(n_q, tile.block_q)
     n_work = n_batches * n_heads * n_blocks
     stride_ob, stride_os, stride_oh, _ = into.out.stride()
-    forward_kernel[(_programs(n_work, q.device, in_ring=into.out.dtype != q.dtype),)](
+    forward_kernel[(_programs(n_work, n_blocks, visit.mask.is_full, q.device, in_ring=into.out.dtype != q.dtype),)](
         q_desc=_descriptor(q, ROWS, tile.block_d),
         k_desc=_descriptor(k, tile.block_k, tile.block_d),
         v_desc=_descriptor(v, tile.block_k, tile.block_dv),
@@ -216,10 +217,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     )
 
 
-def _programs(n_work: int, device: torch.device, *, in_ring: bool) -> int:
-    """One program a multiprocessor, each with its share of the work. A ring leaves one multiprocessor to the small
-    kernels that signal its peers."""
-    return min(n_work, count_multiprocessors(device) - in_ring)
+def _programs(n_work: int, n_blocks: int, even: bool, device: torch.device, *, in_ring: bool) -> int:
+    """One program a multiprocessor, each with its share of the work, where pieces of work are alike or short: the loads
+    of the next piece run beside the end of this one. Long pieces that differ get a program each: the GPU gives them
+    out as multiprocessors fall free, which balances better. A ring leaves a multiprocessor to kernels that signal."""
+    if even or n_blocks <= SHORT_BLOCKS:
+        return min(n_work, count_multiprocessors(device) - in_ring)
+    return n_work
 
 
 @lru_cache(maxsize=1024)

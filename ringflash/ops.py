@@ -7,13 +7,15 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group  # c10d's registry: it has no public name
+from torch.nn import Parameter
 
 from . import comm, nvlink, reference, ring
 from .mask import Mask, decode
@@ -108,15 +110,19 @@ def _decode(q: Tensor, k: Tensor, mask: Sequence[int], documents: Tensor | None,
     return decoded
 
 
-@contextmanager
-def _as_given(x: Tensor) -> Iterator[None]:
+def _as_given(x: Tensor) -> AbstractContextManager[None]:
     """On the device of `x`, which may not be the current one, and in the dtypes chosen here, also under autocast."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return _switch(x) if elsewhere or torch.is_autocast_enabled(x.device.type) else nullcontext()
+
+
+@contextmanager
+def _switch(x: Tensor) -> Iterator[None]:
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         yield
 
 
-@torch.library.custom_op("ringflash::attention", mutates_args=())
-def attention(
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -170,7 +176,7 @@ def attention(
 def _head_words(q: Tensor, seed: Tensor | None, group: str) -> Tensor:
     """The words of every head, int32 `(b, h, 2)` on q's device, from rank 0's seed; empty where nothing is dropped."""
     if seed is None:
-        return torch.empty(0, 0, 2, dtype=torch.int32, device=q.device)
+        return q.new_empty(0, dtype=torch.int32)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("dropout can't be captured in a CUDA graph: every replay would drop the same weights")
     if group:
@@ -193,16 +199,18 @@ def _shape_word(x: Tensor | None) -> str:
     return "none" if x is None else "x".join(map(str, (*x.shape, str(x.dtype).removeprefix("torch."))))
 
 
+attention = torch.library.custom_op("ringflash::attention", _attention, mutates_args=())
+
+
 @attention.register_fake
 def _(q, k, v, sinks, slopes, seed, *_):
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    words = (0, 0, 2) if seed is None else (q.shape[0], q.shape[2], 2)
+    words = 0 if seed is None else (q.shape[0], q.shape[2], 2)
     return out, lse, q.new_empty(words, dtype=torch.int32)
 
 
-@torch.library.custom_op("ringflash::attention_backward", mutates_args=())
-def attention_backward(
+def _attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
@@ -237,6 +245,9 @@ def attention_backward(
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
+attention_backward = torch.library.custom_op("ringflash::attention_backward", _attention_backward, mutates_args=())
+
+
 @attention_backward.register_fake
 def _(dout, dlse, out, lse, head_words, q, k, v, sinks, *_):
     dsinks = q.new_empty(0) if sinks is None else sinks
@@ -249,7 +260,8 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dlse, _):
+def _differentiate(run, ctx, dout: Tensor | None, dlse: Tensor | None):
+    """Gradients of the inputs; `run` is the operator for the backward pass, or the function behind it."""
     *tensors, out, lse, head_words = ctx.saved_tensors
     q, k, v, sinks, slopes, _, *options = (y if x is None else x for x, y in zip(tensors, ctx.options, strict=True))
     nothing = (None,) * (2 + len(options))
@@ -257,8 +269,45 @@ def _backward(ctx, dout, dlse, _):
         return None, None, None, None, *nothing
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, dsinks = attention_backward(dout, dlse, out, lse, head_words, q, k, v, sinks, slopes, *options)
+    dq, dk, dv, dsinks = run(dout, dlse, out, lse, head_words, q, k, v, sinks, slopes, *options)
     return dq, dk, dv, None if sinks is None else dsinks, *nothing
 
 
+def _backward(ctx, dout, dlse, _):
+    return _differentiate(attention_backward, ctx, dout, dlse)
+
+
 attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """The operators' functions under autograd, without the operators: see `attend`."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _attention(*inputs)
+        _setup_context(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[2])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _differentiate(_attention_backward, ctx, dout, dlse)
+
+
+def attend(*inputs) -> tuple[Tensor, Tensor]:
+    """`(out, lse)`, by the operator where somebody looks at operators: a compiler, a tracer, a dispatch mode (selective
+    checkpointing, fake tensors), a subclass of Tensor. Else by the same functions without its dispatch, which takes
+    the host several times as long as the launch of a kernel."""
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if torch.compiler.is_compiling() or _is_watched() or any(type(x) not in (Tensor, Parameter) for x in tensors):
+        return attention(*inputs)[:2]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _Eager.apply(*inputs)[:2]  # pyright: ignore[reportReturnType]
+    return _attention(*inputs)[:2]
+
+
+def _is_watched() -> bool:
+    """Is a dispatch mode or a function transform active? (PyTorch has no public name for either question.)"""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
