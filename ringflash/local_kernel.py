@@ -30,7 +30,7 @@ two programs add to one element. dQ goes first: the dK/dV that the ring brings m
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -623,8 +623,18 @@ class Tiles:
 
 
 @lru_cache
-def choose_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The tiles for a shape, dtype and compute capability: a pure function, so every rank makes the same choice."""
+def choose_tiles(
+    head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int], plain: bool = True
+) -> Tiles:
+    """The tiles for a shape, dtype and compute capability: a pure function, so every rank makes the same choice.
+
+    Scores that are not `plain`, a scale and no more, take registers: dK/dV spreads its tiles over twice the warps.
+    """
+    tiles = _plain_tiles(head_dim, v_dim, dtype, capability)
+    return tiles if plain else replace(tiles, dkv=replace(tiles.dkv, num_warps=8))
+
+
+def _plain_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     dim = max(_padded(head_dim), _padded(v_dim))
     if dtype == torch.float32:
         block = 64 if dim <= 64 else 32
@@ -786,7 +796,7 @@ def finish_backward(state: "Started | hopper_kernel.Started") -> Tensor:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
     q, k, v = map(aligned, (q, k, v))
-    tile = _tiles(q, v).forward
+    tile = _tiles(q, v, scoring).forward
     shape = _shape(q, k, v, tile)
     _forward_kernel[(count_blocks(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
         q=q,
@@ -850,7 +860,7 @@ def _backward(
 ) -> None:
     """See Note [Two kernels backward]."""
     q, k, v, dout = map(aligned, (q, k, v, dout))
-    tiles = _tiles(q, v)
+    tiles = _tiles(q, v, scoring)
     rows = {
         "lse": state.lse,
         "delta": state.delta,
@@ -927,8 +937,8 @@ def _scoring(scoring: Scoring, visit: Visit, device: torch.device) -> dict[str, 
     }
 
 
-def _tiles(q: Tensor, v: Tensor) -> Tiles:
-    return choose_tiles(q.shape[3], v.shape[3], q.dtype, capability_of(q.device))
+def _tiles(q: Tensor, v: Tensor, scoring: Scoring) -> Tiles:
+    return choose_tiles(q.shape[3], v.shape[3], q.dtype, capability_of(q.device), scoring.is_plain)
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, object]:
