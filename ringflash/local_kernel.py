@@ -30,7 +30,7 @@ two programs add to one element. dQ goes first: the dK/dV that the ring brings m
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -628,18 +628,19 @@ def choose_tiles(
 ) -> Tiles:
     """The tiles for a shape, dtype and compute capability: a pure function, so every rank makes the same choice.
 
-    Scores that are not `plain`, a scale and no more, take registers: dK/dV spreads its tiles over twice the warps.
+    Scores that are not `plain`, a scale and no more, take registers, and smaller tiles (not measured yet).
     """
-    tiles = _plain_tiles(head_dim, v_dim, dtype, capability)
-    return tiles if plain else replace(tiles, dkv=replace(tiles.dkv, num_warps=8))
-
-
-def _plain_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     dim = max(_padded(head_dim), _padded(v_dim))
     if dtype == torch.float32:
         block = 64 if dim <= 64 else 32
         tile = Tile(block, block if dim <= 128 else 16, 4, 1 if dim > 128 else 2, tma=False)
         return Tiles(tile, tile, tile)
+    if capability[0] in (9, 10) and not plain:
+        if dim <= 64:
+            return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 64, 4, 3, True, True), Tile(64, 64, 4, 2, True))
+        if dim <= 128:
+            return Tiles(Tile(128, 128, 8, 3, True), Tile(64, 64, 4, 3, True, True), Tile(64, 64, 8, 2, True))
+        return Tiles(Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(32, 64, 8, 1, True))
     if capability[0] in (9, 10):  # data-centre GPUs with TMA and 227 KiB of shared memory; measured on an H200
         if dim <= 64:
             return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 128, 4, 3, True, True), Tile(128, 64, 4, 2, True))
