@@ -110,7 +110,6 @@ def flash_attention(
 
     Raises:
         ValueError: names the argument, what was seen and what is wanted.
-        NotImplementedError: an option that is not built yet.
 
     Source: FlashAttention-2, Dao (2023), https://arxiv.org/abs/2307.08691.
 
@@ -190,7 +189,7 @@ def ring_attention(
         `out (b, s, h, d_v)`, or `(out, lse)`, of this rank's rows; as in `flash_attention`.
 
     Raises:
-        ValueError, NotImplementedError: on every rank, before any K/V moves: a rank's own bad arguments (the others
+        ValueError: on every rank, before any K/V moves: a rank's own bad arguments (the others
             are told which rank refused and why), rows that don't fit the layout, or ranks that disagree with each
             other in shapes, dtypes or options (names which rank passed what).
         RuntimeError: a peer did not answer within the group's timeout. With "nvlink" the wait is on the device: a

@@ -29,10 +29,9 @@ def flash_attn_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """q `(b, s_q, h, d)`, k and v `(b, s_k, g, d)` -> out `(b, s_q, h, d)`, lse `(b, h, s_q)`."""
-    _refuse(alibi_slopes=alibi_slopes)
     out, lse = flash_attention(
-        q, k, v, causal=causal, scale=softmax_scale, window=window_size, softcap=softcap or None, dropout_p=dropout_p,
-        deterministic=deterministic, return_lse=True,
+        q, k, v, causal=causal, scale=softmax_scale, window=window_size, softcap=softcap or None,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
@@ -69,13 +68,15 @@ def flash_attn_varlen_func(
 ) -> Result:  # fmt: skip
     """q `(total_q, h, d)`, k and v `(total_k, g, d)`, boundaries `(documents + 1,)` -> out `(total_q, h, d)`, lse
     `(h, total_q)`. The last query of a document is aligned with its last key."""
-    _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
+    if block_table is not None:
+        raise NotImplementedError("block_table is not built")
+    alibi_slopes = _slopes_of_all(alibi_slopes)
     mask = Mask(*window_size, causal=causal, cu_seqlens=cu_seqlens_k, cu_seqlens_q=cu_seqlens_q)
     _check_longest("max_seqlen_q", max_seqlen_q, mask.cu_seqlens_q or mask.cu_seqlens)
     _check_longest("max_seqlen_k", max_seqlen_k, mask.cu_seqlens)
     out, lse = flash_attention(
-        *_batched(q, k, v), mask=mask, scale=softmax_scale, softcap=softcap or None, dropout_p=dropout_p,
-        deterministic=deterministic, return_lse=True,
+        *_batched(q, k, v), mask=mask, scale=softmax_scale, softcap=softcap or None, alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return (out[0], lse[0], None) if return_attn_probs else out[0]
 
@@ -179,12 +180,9 @@ def _ring(
     window_size: Window, alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool,
     group: Group | None,
 ) -> Result:  # fmt: skip
-    group = _group(group)
-    with _telling(group, q):
-        _refuse(alibi_slopes=alibi_slopes)
     out, lse = ring_attention(
-        q, k, v, group=group, layout=layout, causal=causal, scale=softmax_scale, window=window_size,
-        dropout_p=dropout_p, deterministic=deterministic, return_lse=True,
+        q, k, v, group=_group(group), layout=layout, causal=causal, scale=softmax_scale, window=window_size,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
@@ -196,15 +194,15 @@ def _ring_varlen(
 ) -> Result:  # fmt: skip
     group = _group(group)
     with _telling(group, q):
-        _refuse(alibi_slopes=alibi_slopes)
+        alibi_slopes = _slopes_of_all(alibi_slopes)
         pieces = Mask(cu_seqlens=cu_seqlens).cu_seqlens or ()
         _check_longest("max_seqlen", max_seqlen, pieces)
         world_size = dist.get_world_size(process_group(group))
         mask = Mask(*window_size, causal=causal, cu_seqlens=[world_size * boundary for boundary in pieces])
         q, k, v = _batched(q, k, v)
     out, lse = ring_attention(
-        q, k, v, group=group, layout=layout, layout_mask=mask, mask=mask, scale=softmax_scale, dropout_p=dropout_p,
-        deterministic=deterministic, return_lse=True,
+        q, k, v, group=group, layout=layout, layout_mask=mask, mask=mask, scale=softmax_scale,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return (out[0], lse[0], None) if return_attn_probs else out[0]
 
@@ -223,10 +221,11 @@ def _telling(group: Group, q: Tensor) -> Iterator[None]:
         raise
 
 
-def _refuse(**options: Tensor | None) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not built yet")
+def _slopes_of_all(alibi_slopes: Tensor | None) -> Tensor | None:
+    """Slopes that are the same for every document."""
+    if alibi_slopes is not None and alibi_slopes.ndim > 1:
+        raise NotImplementedError("alibi_slopes of each document are not built: they must be (heads,)")
+    return alibi_slopes
 
 
 def _unpack(name: str, x: Tensor, ndim: int, parts: int) -> tuple[Tensor, ...]:

@@ -623,13 +623,24 @@ class Tiles:
 
 
 @lru_cache
-def choose_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The tiles for a shape, dtype and compute capability: a pure function, so every rank makes the same choice."""
+def choose_tiles(
+    head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int], plain: bool = True
+) -> Tiles:
+    """The tiles for a shape, dtype and compute capability: a pure function, so every rank makes the same choice.
+
+    Scores that are not `plain`, a scale and no more, take registers, and smaller tiles (not measured yet).
+    """
     dim = max(_padded(head_dim), _padded(v_dim))
     if dtype == torch.float32:
         block = 64 if dim <= 64 else 32
         tile = Tile(block, block if dim <= 128 else 16, 4, 1 if dim > 128 else 2, tma=False)
         return Tiles(tile, tile, tile)
+    if capability[0] in (9, 10) and not plain:
+        if dim <= 64:
+            return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 64, 4, 3, True, True), Tile(64, 64, 4, 2, True))
+        if dim <= 128:
+            return Tiles(Tile(128, 128, 8, 3, True), Tile(64, 64, 4, 3, True, True), Tile(64, 64, 8, 2, True))
+        return Tiles(Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(32, 64, 8, 1, True))
     if capability[0] in (9, 10):  # data-centre GPUs with TMA and 227 KiB of shared memory; measured on an H200
         if dim <= 64:
             return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 128, 4, 3, True, True), Tile(128, 64, 4, 2, True))
@@ -811,7 +822,7 @@ def finish_backward(state: State) -> Tensor:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
     q, k, v = map(aligned, (q, k, v))
-    tile = _tiles(q, v).forward
+    tile = _tiles(q, v, scoring).forward
     shape = _shape(q, k, v, tile)
     _forward_kernel[(count_blocks(q.shape[1], tile.block_q), q.shape[2], q.shape[0])](
         q=q,
@@ -867,7 +878,7 @@ def _backward_dq(
 ) -> None:
     """See Note [Two kernels backward]."""
     q, k, v, dout = map(aligned, (q, k, v, dout))
-    tile = _tiles(q, v).dq
+    tile = _tiles(q, v, scoring).dq
     shape = _shape(q, k, v, tile)
     launches = launches_of(k.shape[1], heads=1)
     with sums_of(launches, state.dq) as (total,):
@@ -903,7 +914,7 @@ def _backward_dkv(
     """See Note [Two kernels backward]."""
     q, k, v, dout = map(aligned, (q, k, v, dout))
     dk, dv = take_dkv()
-    tile = _tiles(q, v).dkv
+    tile = _tiles(q, v, scoring).dkv
     shape = _shape(q, k, v, tile)
     launches = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
     with sums_of(launches, dk, dv) as (total_dk, total_dv):
@@ -957,8 +968,8 @@ def _scoring(scoring: Scoring, visit: Visit, device: torch.device) -> dict[str, 
     }
 
 
-def _tiles(q: Tensor, v: Tensor) -> Tiles:
-    return choose_tiles(q.shape[3], v.shape[3], q.dtype, capability_of(q.device))
+def _tiles(q: Tensor, v: Tensor, scoring: Scoring) -> Tiles:
+    return choose_tiles(q.shape[3], v.shape[3], q.dtype, capability_of(q.device), scoring.is_plain)
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, object]:

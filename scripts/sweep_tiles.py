@@ -31,6 +31,7 @@ from ringflash.local_kernel import Tile, Tiles
 from ringflash.mask import Mask
 from ringflash.merge import Partial
 from ringflash.plan import plan_one
+from ringflash.score import Scoring
 
 PRODUCTS = {"forward": 4, "dq": 4, "dkv": 6}
 
@@ -73,9 +74,9 @@ def candidate(kernel: str, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Te
         )
         try:
             if kernel == "forward":
-                local_kernel._forward(q, k, v, visit, scale, total, True)
+                local_kernel._forward(q, k, v, visit, Scoring(scale), total, True)
             else:
-                local_kernel._backward(q, k, v, dout, state, visit, scale, lambda: (dk, dv), True)
+                local_kernel._backward(q, k, v, dout, state, visit, Scoring(scale), lambda: (dk, dv), True)
         finally:
             local_kernel.choose_tiles = choose
             local_kernel._dq_kernel, local_kernel._dkv_kernel = kernels["dq"], kernels["dkv"]

@@ -15,6 +15,10 @@ settings.register_profile("ringflash", deadline=None, derandomize=True, database
 settings.load_profile("ringflash")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--examples", type=int, default=500, help="problems that tests/test_properties.py tries")
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], Workers]]:
     """`workers(world_size)`: that many gloo processes, started once for all tests."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringflash.layout import layout_runs, put_rows, take_rows
 from ringflash.mask import Mask
-from ringflash.merge import Partial
+from ringflash.merge import Partial, merge_sinks, sinks_gradient
 from ringflash.plan import plan_ring
 from ringflash.ring import Backend
 from ringflash.score import Scoring
@@ -15,14 +15,21 @@ from ringflash.testing import Inputs
 
 
 def emulate_ring(
-    backend: Backend, inputs: Inputs, mask: Mask, layout: str, world_size: int, scoring: Scoring | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`(out, lse, dq, dk, dv)` of the whole sequence, fp32, as `world_size` ranks would compute them together.
+    backend: Backend,
+    inputs: Inputs,
+    mask: Mask,
+    layout: str,
+    world_size: int,
+    scoring: Scoring | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """`(out, lse, dq, dk, dv)` of the whole sequence, fp32 (fp64 of fp64), as `world_size` ranks would compute them
+    together; and `dsinks` with sinks.
 
     Every buffer is poisoned with NaN first: what no visit writes shows.
     """
     q, k, v, dout, dlse = inputs
-    seq_len = q.shape[1]
+    seq_len, wide = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     scoring = Scoring(q.shape[3] ** -0.5) if scoring is None else scoring
     layout_mask = mask if layout == "balanced" else None
     shards = [layout_runs(layout, seq_len, world_size, rank, layout_mask) for rank in range(world_size)]
@@ -32,7 +39,7 @@ def emulate_ring(
         return [take_rows(x, runs, dim) for runs in shards]
 
     def poisoned(like: Tensor, *shape: int) -> Tensor:
-        return like.new_full(shape or like.shape, float("nan"), dtype=torch.float32)
+        return like.new_full(shape or like.shape, float("nan"), dtype=wide)
 
     qs, ks, vs, douts, dlses = rows_of(q), rows_of(k), rows_of(v), rows_of(dout), rows_of(dlse, dim=2)
     totals = [Partial(poisoned(d), poisoned(lse)) for d, lse in zip(douts, dlses, strict=True)]
@@ -43,10 +50,11 @@ def emulate_ring(
             k_here, v_here = ks[source][:, rows], vs[source][:, rows]
             backend.forward(qs[rank], k_here, v_here, visit, scoring, into=totals[rank], first=step == 0)
 
+    for total in totals if sinks is not None else ():
+        merge_sinks(total, sinks)
     dks, dvs = ([poisoned(x) for x in shards] for shards in (ks, vs))
     states = [
-        backend.start_backward(*arguments, scoring, torch.float32)
-        for arguments in zip(qs, totals, douts, dlses, strict=True)
+        backend.start_backward(*arguments, scoring, wide) for arguments in zip(qs, totals, douts, dlses, strict=True)
     ]
     for step, rank in product(steps, range(world_size)):
         source, visit, rows = plans[rank].source(step), plans[rank].visits[step], plans[rank].needed[step]
@@ -68,4 +76,8 @@ def emulate_ring(
 
     outs, lses = zip(*totals, strict=True)
     dqs = [backend.finish_backward(state) for state in states]
-    return whole(list(outs)), whole(list(lses), dim=2), whole(dqs), whole(dks), whole(dvs)
+    results = [whole(list(outs)), whole(list(lses), dim=2), whole(dqs), whole(dks), whole(dvs)]
+    if sinks is not None:
+        shares = [sinks_gradient(total.lse, state.delta, sinks) for total, state in zip(totals, states, strict=True)]
+        results.append(torch.stack(shares).sum(0))
+    return tuple(results)

@@ -74,8 +74,16 @@ CASES = {
     "dropout of 1": option(r"dropout_p must be in \[0, 1\), got 1.0", dropout_p=1.0),
     "dropout below 0": option(r"dropout_p must be in \[0, 1\), got -0.1", dropout_p=-0.1),
     "dropout of NaN": option(r"dropout_p must be in \[0, 1\), got nan", dropout_p=float("nan")),
-    "dropout": option("dropout_p", NotImplementedError, dropout_p=0.1),
-    "softcap": option("softcap", NotImplementedError, softcap=30.0),
+    "softcap of 0": option("softcap must be positive and finite, got 0", softcap=0.0),
+    "softcap that is no number": option("softcap must be positive and finite, got 30", softcap="30"),
+    "slopes of another batch size": option(
+        r"alibi_slopes must be.*\(4,\) or \(1, 4\).*got torch.float32 \(3, 4\)", alibi_slopes=torch.zeros(3, 4)
+    ),
+    "slopes that are no tensor": option("alibi_slopes must be a floating-point Tensor.*list", alibi_slopes=[0.5] * 4),
+    "slopes elsewhere": option("alibi_slopes must be on q's device", alibi_slopes=torch.zeros(4, device="meta")),
+    "slopes that learn": option(
+        "alibi_slopes must not require a gradient", alibi_slopes=torch.zeros(4, requires_grad=True)
+    ),
     "sinks of another number of heads": option(
         r"sinks must be.*\(4,\).*got torch.float32 \(2,\)", sinks=torch.zeros(2)
     ),
@@ -171,6 +179,10 @@ DISAGREEMENTS = {
         r"layout_mask: None \(ranks 0, 2\), .* \(rank 1\)", layout="balanced", layout_mask=ringflash.Mask(chunk=3)
     ),
     "scale": option(r"scale: 0.25 \(ranks 0, 2\), 0.5 \(rank 1\)", scale=0.5),
+    "softcap": option(r"softcap: None \(ranks 0, 2\), 3.0 \(rank 1\)", softcap=3),
+    "slopes": option(r"alibi_slopes: none \(ranks 0, 2\), 4xfloat32 \(rank 1\)", alibi_slopes=torch.ones(4)),
+    "sinks": option(r"sinks: none \(ranks 0, 2\), 4xfloat32 \(rank 1\)", sinks=torch.ones(4)),
+    "dropout": option(r"dropout_p: 0.0 \(ranks 0, 2\), 0.5 \(rank 1\)", dropout_p=0.5),
 }
 
 RING_TABLES = {"common": CASES, "ring": RING_CASES, "disagreements": DISAGREEMENTS}
@@ -266,10 +278,10 @@ def refuse_in_a_compiled_call(bad: dict[str, Any]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("bad", [{"softcap": 3.0}, {"seq_len": 5}])
+@pytest.mark.parametrize("bad", [{"softcap": -3.0}, {"seq_len": 5}])
 def test_a_compiled_call_is_refused_like_any_other(workers, bad):
     first, second = workers(2).run(refuse_in_a_compiled_call, bad)
-    assert "softcap is not built yet" in second or "rows of seq_len=5" in second, second
+    assert "softcap must be positive" in second or "rows of seq_len=5" in second, second
     assert "rank 1 of the group refused" in first, first
 
 

@@ -55,10 +55,10 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "window_size": ((2, 1), "changes"),
     "deterministic": (True, "same"),
     "return_attn_probs": (True, "changes"),
-    "dropout_p": (0.1, "dropout_p is not built yet"),
-    "softcap": (30.0, "softcap is not built yet"),
-    "alibi_slopes": (torch.ones(4), "alibi_slopes is not built yet"),
-    "block_table": (torch.zeros(1, 1), "block_table is not built yet"),
+    "dropout_p": (0.1, "changes"),
+    "softcap": (3.0, "changes"),
+    "alibi_slopes": (torch.ones(4), "changes"),
+    "block_table": (torch.zeros(1, 1), "block_table is not built"),
     "cu_seqlens": (torch.tensor([0, 24], dtype=torch.int32), "cu_seqlens|max_seqlen"),
     "cu_seqlens_q": (torch.tensor([0, 20, 22, 24]), "max_seqlen_q must be at least .* 20 tokens, got 12"),
     "cu_seqlens_k": (torch.tensor([0, 2, 4, 24]), "max_seqlen_k must be at least .* 20 tokens, got 12"),
@@ -197,8 +197,9 @@ def refuse_on_rank_1(name: str, bad: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "name,bad,words",
     [
-        ("ring_flash_attn_func", {"alibi_slopes": torch.ones(4)}, "alibi_slopes is not built yet"),
+        ("ring_flash_attn_func", {"softmax_scale": -1.0}, "scale must be positive"),
         ("zigzag_ring_flash_attn_varlen_func", {"max_seqlen": 3}, "max_seqlen must be at least"),
+        ("ring_flash_attn_varlen_func", {"alibi_slopes": torch.ones(3, 4)}, "alibi_slopes of each document are not"),
         ("ring_flash_attn_varlen_func", {"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens must end at|at least"),
     ],
 )

@@ -19,6 +19,7 @@ from compile_kernels import Compiled, compile_hopper
 from ringflash import local_kernel
 from ringflash.hopper_kernel import backward_tile, forward_tile, heads_together
 from ringflash.local_kernel import kernel_of
+from ringflash.score import Scoring
 
 CASES = Path(__file__).with_name("hopper_cases.py")
 SHARED_BYTES = 232_448
@@ -48,6 +49,14 @@ def test_other_gpus_and_fp32_take_the_portable_kernels(monkeypatch):
         assert kernel_of(which, 128, 128, torch.float32, (9, 0)) == "portable"
     monkeypatch.setattr(local_kernel, "HAS_GLUON", False)
     assert kernel_of("forward", 128, 128, torch.bfloat16, (9, 0)) == "portable"
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_scores_with_more_than_a_scale_get_the_portable_kernels(which):
+    assert kernel_of(which, 128, 128, torch.bfloat16, (9, 0), plain=False) == "portable"
+    assert Scoring(0.5).is_plain
+    for option in ({"softcap": 1.0}, {"slopes": torch.ones(1, 2)}, {"head_words": torch.ones(1, 2, 2)}):
+        assert not Scoring(0.5, **option).is_plain
 
 
 @pytest.mark.parametrize("tile_of", [forward_tile, backward_tile])

@@ -38,7 +38,11 @@ TUNED: list[Variant] = [
     for dim in (64, 128)
     for options in ((), (("accumulate", True),), (("full", True),))
 ]
+EVERYTHING = (("softcap", True), ("alibi", True), ("dropout", True), ("accumulate", True))
+TUNED += [(kernel, torch.bfloat16, dim, 90, EVERYTHING) for kernel in KERNELS for dim in (64, 128)]
 OTHERS: list[Variant] = [
+    *((kernel, torch.float16, 256, 90, EVERYTHING) for kernel in KERNELS),
+    *((kernel, torch.float32, 128, 80, EVERYTHING) for kernel in KERNELS),
     *((kernel, torch.float16, 256, 80, ()) for kernel in KERNELS),
     *((kernel, torch.bfloat16, 96, 80, ()) for kernel in KERNELS),
     *((kernel, torch.float32, 128, 80, ()) for kernel in KERNELS),
@@ -49,7 +53,8 @@ OTHERS: list[Variant] = [
 
 def compiled(variant: Variant) -> Compiled:
     kernel, dtype, dim, capability, options = variant
-    tile = getattr(choose_tiles(dim, dim, dtype, divmod(capability, 10)), kernel)
+    plain = not {"softcap", "alibi", "dropout"} & {name for name, _ in options}
+    tile = getattr(choose_tiles(dim, dim, dtype, divmod(capability, 10), plain), kernel)
     return compile_kernel(kernel, tile, dtype, dim, capability=capability, **dict(options))
 
 

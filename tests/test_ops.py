@@ -62,6 +62,13 @@ def test_attention_under_a_mask_of_documents_passes_opcheck():
     assert set(check_backward(inputs, inputs.dlse, *option).values()) == {"SUCCESS"}
 
 
+def test_attention_with_every_option_passes_opcheck():
+    inputs, sinks, slopes = random_inputs(2, 12, 4, 16, kv_heads=2), torch.randn(4), torch.rand(4)
+    option = (sinks.requires_grad_(), slopes, torch.tensor([7]), 0.25, 3.0, 0.2, *options()[6:])
+    assert set(check_forward(inputs, *option).values()) == {"SUCCESS"}
+    assert set(check_backward(inputs, inputs.dlse, *option).values()) == {"SUCCESS"}
+
+
 def check_in_group() -> set[str]:
     group = world()
     part = local_part(random_inputs(1, 13, 4, 16, kv_heads=2), held_positions("zigzag", 13, group.size(), group.rank()))

@@ -9,8 +9,10 @@ import pytest
 import torch
 from oracle import FP32_BOUND, Attention, assemble, assert_close, held_positions, local_part, small_blocks, world
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from ringflash import Mask, flash_attention, reference, ring_attention
+from ringflash import Mask, compat, flash_attention, reference, ring_attention
+from ringflash.score import kept, make_head_words
 from ringflash.testing import Inputs, random_inputs, relative_error
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -92,6 +94,96 @@ def test_unequal_lengths_match_dense_attention_with_every_option(query_len, key_
     for name in ("full", "causal", "window"):
         actual = run(flash_attention, inputs, mask=MASKS[name], return_lse=True, **OPTIONS[option])
         check(actual, dense(inputs, mask=MASKS[name], **OPTIONS[option]), name)
+
+
+# Dropout ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_call_drops_others_and_torch_manual_seed_governs_which():
+    q, k, v, *_ = problem()
+    first, second = (flash_attention(q, k, v, dropout_p=0.5) for _ in torch.arange(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    before = flash_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(5)
+    assert torch.equal(flash_attention(q, k, v, dropout_p=0.5), before)
+
+
+def test_dropout_keeps_its_share_and_the_mean_and_leaves_lse_alone():
+    q, k, v, *_ = random_inputs(2, 128, 2, 16, key_len=512)
+    out, lse = flash_attention(q, k, torch.ones_like(v), dropout_p=0.25, return_lse=True)
+    assert abs(out.mean() - 1) <= 0.01 and out.std() > 0.01
+    assert torch.equal(lse, flash_attention(q, k, v, return_lse=True)[1])
+    words = make_head_words(torch.tensor([11]), 2, 2)
+    share = kept(words, torch.arange(512), torch.arange(512), round(0.25 * 2**31)).double().mean((2, 3))
+    assert (share - 0.75).abs().max() <= 5 * (0.25 * 0.75) ** 0.5 / 512  # five standard deviations
+
+
+def test_what_is_dropped_depends_on_seed_batch_head_query_and_key():
+    def draw(seed: int) -> Tensor:
+        words = make_head_words(torch.tensor([seed]), 2, 2)
+        return kept(words, torch.arange(-3, 61), torch.arange(2**31 - 64, 2**31), 2**30).double() * 2 - 1
+
+    x = draw(0)
+    others = {"seed": (x, draw(1)), "high bits": (x, draw(2**40)), "batch": (x[0], x[1]), "head": (x[:, 0], x[:, 1])}
+    others |= {"query": (x[:, :, 1:], x[:, :, :-1]), "key": (x[..., 1:], x[..., :-1])}
+    others |= {"diagonal": (x[..., 1:, 1:], x[..., :-1, :-1]), "swapped": (x, x.transpose(2, 3))}
+    for name, (one, other) in others.items():
+        assert abs((one * other).mean()) * one.numel() ** 0.5 <= 5, name  # standard deviations
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_activation_checkpoints_drop_the_same_again(workers, world_size, use_reentrant):
+    for plain, recomputed in workers(world_size).run(gradients_with_and_without_checkpoint, use_reentrant):
+        assert all(map(torch.equal, plain, recomputed))
+
+
+def gradients_with_and_without_checkpoint(use_reentrant: bool) -> list[list[Tensor]]:
+    group, whole, found = world(), problem(), []
+    part = local_part(whole, held_positions("zigzag", SEQ_LEN, group.size(), group.rank()))
+
+    def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q, k, v, group=group, seq_len=SEQ_LEN, causal=True, dropout_p=0.4)
+
+    for attention in (ring, lambda *x: checkpoint(ring, *x, use_reentrant=use_reentrant)):
+        torch.manual_seed(7)
+        leaves = [x.detach().requires_grad_() for x in part[:3]]
+        attention(*leaves).backward(part.dout)
+        found.append([x.grad for x in leaves])
+    return found
+
+
+# All of them ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_every_option_compiles_into_one_graph(backend):
+    sinks, slopes, inputs = OPTIONS["all"]["sinks"], OPTIONS["alibi"]["alibi_slopes"], problem()
+    options = {"softcap": 2.0, "alibi_slopes": slopes, "dropout_p": 0.2, "causal": True, "return_lse": True}
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def compiled(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_attention(q, k, v, sinks=sinks, **options)
+
+    actual = run(lambda *x, sinks: compiled(*x, sinks), inputs, sinks)
+    check(actual, run(flash_attention, inputs, sinks, **options), backend)
+
+
+def test_slopes_of_0_and_a_wide_cap_change_nothing():
+    q, k, v, *_ = problem()
+    plain = flash_attention(q, k, v, causal=True)
+    assert torch.equal(flash_attention(q, k, v, causal=True, alibi_slopes=torch.zeros(4)), plain)
+    assert relative_error(flash_attention(q, k, v, causal=True, softcap=1e4), plain) <= 1e-4
+
+
+def test_slopes_count_from_the_end_of_each_document():
+    q, k, v, *_ = (x[0] for x in random_inputs(1, 12, 4, 16, key_len=17))
+    cu_q, cu_k, slopes = torch.tensor([0, 3, 12]), torch.tensor([0, 10, 17]), OPTIONS["alibi"]["alibi_slopes"]
+    packed = compat.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 10, causal=True, alibi_slopes=slopes)
+    for a, b, c, d in ((0, 3, 0, 10), (3, 12, 10, 17)):
+        alone = flash_attention(q[None, a:b], k[None, c:d], v[None, c:d], causal=True, alibi_slopes=slopes)
+        assert isinstance(packed, Tensor) and relative_error(packed[a:b], alone[0]) <= FP32_BOUND
 
 
 # Sinks --------------------------------------------------------------------------------------------------------------
