@@ -316,9 +316,9 @@ def _check_scoring(
         softcap = _check_positive("softcap", softcap)
     if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    scale = q.shape[3] ** -0.5 if scale is None else _check_positive("scale", scale)
+    factor: float = q.shape[3] ** -0.5 if scale is None else _check_positive("scale", scale)
     seed = torch.randint(2**62, (1,), device="cpu") if dropout_p else None
-    return sinks, alibi_slopes, seed, scale, softcap, float(dropout_p)
+    return sinks, alibi_slopes, seed, factor, softcap, float(dropout_p)
 
 
 def _check_of_heads(name: str, x: Tensor | None, shapes: list[tuple[int, ...]], what: str, q: Tensor) -> None:

@@ -50,8 +50,9 @@ def emulate_ring(
             k_here, v_here = ks[source][:, rows], vs[source][:, rows]
             backend.forward(qs[rank], k_here, v_here, visit, scoring, into=totals[rank], first=step == 0)
 
-    for total in totals if sinks is not None else ():
-        merge_sinks(total, sinks)
+    if sinks is not None:
+        for total in totals:
+            merge_sinks(total, sinks)
     dks, dvs = ([poisoned(x) for x in shards] for shards in (ks, vs))
     states = [
         backend.start_backward(*arguments, scoring, wide) for arguments in zip(qs, totals, douts, dlses, strict=True)

@@ -50,6 +50,16 @@ def test_heads_and_dims_match_dense_attention(doubles, heads, kv_heads, dim, v_d
     assert doubles[0].launches and bool(doubles[1].launches) == (max(dim, v_dim) <= 128)
 
 
+def test_sinks_come_with_hopper_kernels_and_a_softcap_without(doubles):
+    inputs, sinks = random_inputs(2, 203, 4, 64, kv_heads=2, dtype=torch.float16), torch.tensor([0.3, -1.0, 2.0, 0.0])
+    results = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, sinks=sinks)
+    check(results[:5], dense(inputs, Mask(right=0), sinks=sinks), TOLERANCE[torch.float16])
+    assert all(double.launches for double in doubles)
+    before = [len(double.launches) for double in doubles]
+    emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, Scoring(0.125, softcap=2.0))
+    assert [len(double.launches) for double in doubles] == before
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_sums_are_made_in_several_launches(monkeypatch, doubles, mask, dim):

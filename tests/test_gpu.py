@@ -188,6 +188,23 @@ def test_addresses_past_2_to_the_31_elements(kernels):
     assert_same(attend(inputs, causal=True), attend(copies, causal=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_options_of_scores_match_the_torch_backend(head_dim, dtype):
+    """Dropout too: the seed and the positions decide, not the backend."""
+    inputs = cuda_inputs(2, 777, 4, head_dim, kv_heads=2, dtype=dtype)
+    slopes, sinks = torch.tensor([0.5, 0.1, 0.01, 0.0]).cuda(), torch.tensor([0.5, -1.0, 2.0, 0.0]).cuda()
+    every = {"softcap": 2.0, "alibi_slopes": slopes, "sinks": sinks, "dropout_p": 0.2}
+    for options in (*({name: value} for name, value in every.items()), every):
+        results = []
+        for backend, given in (("triton", inputs), ("torch", Inputs(*(x.float() for x in inputs)))):
+            torch.manual_seed(1)
+            results.append(attend(given, causal=True, backend=backend, **options))
+        found = errors(*results)
+        bound = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+        assert max(found.values()) <= bound, (list(options), found)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_are_bitwise_equal_from_run_to_run(dtype):
     inputs = cuda_inputs(2, 1111, 8, 128, kv_heads=2, dtype=dtype)

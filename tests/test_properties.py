@@ -95,7 +95,7 @@ def dense(inputs: Inputs, sinks: Tensor | None, **options: Any) -> tuple[Tensor,
 
 
 def test_a_ring_gives_what_dense_attention_gives(pytestconfig: pytest.Config):
-    @settings(max_examples=pytestconfig.getoption("examples"))
+    @settings(max_examples=int(pytestconfig.getoption("examples") or 0))
     @given(problems())
     def search(problem: dict[str, Any]) -> None:
         check_problem(**problem)
