@@ -34,6 +34,7 @@ from world import World, add_world_arguments, start_world
 
 PASSES = ("forward", "backward")
 FIRST_PID = 2**23  # above any process id: rank r's processes have the numbers r * FIRST_PID and up
+VISITS = ("tab:green", "yellowgreen")  # in turn
 COLOURS = {"K and V": "tab:blue", "dK and dV": "tab:orange", "signal": "0.75"}
 
 Event = dict[str, Any]  # of a Chrome trace: times in microseconds
@@ -288,7 +289,6 @@ def draw(passes: list[Pass], title: str, path: Path) -> None:
     start = min(one.span[0] for one in last.values())
     ranks = max(one.rank for one in passes) + 1
     figure, axes = pyplot.subplots(figsize=(14, 1.5 + 0.9 * ranks), layout="constrained")
-    visits = pyplot.get_cmap("tab20")
 
     def put(begin: float, end: float, y: float, height: float, **style: Any) -> None:
         axes.broken_barh([((begin - start) / 1e3, (end - begin) / 1e3)], (y, height), linewidth=0, **style)
@@ -298,7 +298,7 @@ def draw(passes: list[Pass], title: str, path: Path) -> None:
         for begin, end in one.exposed:
             put(begin, end, y + 0.05, 0.9, color="red", alpha=0.25)
         for x in one.computing:
-            put(x.begin, x.end, y + 0.5, 0.4, color=visits(int(x.what) % 20) if x.what else "0.4")
+            put(x.begin, x.end, y + 0.5, 0.4, color=VISITS[int(x.what) % 2] if x.what else "0.4")
         for x in one.moving:
             put(x.begin, x.end, y + 0.1, 0.35, color=COLOURS[x.what], alpha=0.8)
         for what in sorted({x.what for x in one.computing if x.what}, key=int):
