@@ -34,6 +34,7 @@ from torch import Tensor
 
 from .nvlink import CopyEngine, Place, find_obstacle
 from .plan import Group, Plan, Visit, group_visits, part_rows, split_visits
+from .span import span
 
 logger = logging.getLogger("ringflash")
 TRANSPORTS = ("auto", "gloo", "nccl", "nvlink")
@@ -90,6 +91,15 @@ class _Works:
             raise RuntimeError(f"ringflash: {self.what} failed: {error}") from error
 
 
+def _await(pending: Pending, what: str, *values: object) -> None:
+    """Wait for `what`, with `values` in the places of its `{}`: its name in a profile, and in the error if it fails."""
+    with span("wait for " + what, *values):
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} (waiting for {what.format(*values)})") from error
+
+
 class _Messages(Transport):
     """What transports of messages have in common: whole shards go from rank to rank; tensors are their own, and nothing
     is under way once it was waited for."""
@@ -99,14 +109,15 @@ class _Messages(Transport):
 
     @contextmanager
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
-        passing = _Passing(self, plan, k, v)
+        with span("start of K and V"):
+            passing = _Passing(self, plan, k, v)
 
         def fetch(group: Group, into: _Packed | None) -> Pending:
             return _Landing(passing, group, into, torch.cuda.current_stream().record_event() if k.is_cuda else None)
 
         try:
             yield fetch
-            with passing.beside():
+            with passing.beside(), span("rest of K and V"):
                 while passing.step < plan.hops:  # the others have yet to see what is here
                     passing.go_on()
         finally:
@@ -250,6 +261,17 @@ class _Packed(NamedTuple):
         return self.buffer[: b * rows * (heads_a * dim_a + heads_b * dim_b)]
 
 
+class _Sources(NamedTuple):
+    """The ranks of the group whose shards a group has, in words."""
+
+    plan: Plan
+    group: Group
+
+    def __str__(self) -> str:
+        ranks = list(dict.fromkeys(self.plan.source(piece.step) for piece in self.group.pieces))
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 Arrival = tuple[int, Visit | None, Tensor, Tensor]
 
 
@@ -276,28 +298,39 @@ def visits(
         (piece,) = group.pieces
         return k[:, piece.begin : piece.end], v[:, piece.begin : piece.end]
 
+    def visiting(index: int) -> AbstractContextManager[object]:
+        return span("visit {} from {}", index, _Sources(plan, groups[index]))
+
+    def start(group: Group, place: _Packed) -> Pending:
+        with span("fetch from {}", _Sources(plan, group)):
+            return fetch(group, place)
+
     if transport is None or plan.hops == 0:
         for index, group in enumerate(groups):
-            yield index, group.visit, *mine(group)
+            with visiting(index):
+                yield index, group.visit, *mine(group)
         return
     ahead = deque(group for group in groups if group.last_step > 0 and group.visit is not None)
     most_rows = (max(group.rows for group in [*ahead][turn::2]) for turn in range(min(2, len(ahead))))
     sizes = [_Packed.size(k, v, rows) for rows in most_rows]
     with transport.carry(plan, k, v) as fetch:
         places = [_Packed.over(buffer, k, v) for buffer in transport.places(sizes, k.dtype)]
-        arriving = deque((place, fetch(ahead.popleft(), place)) for place in places)
+        arriving = deque((place, start(ahead.popleft(), place)) for place in places)
         for index, group in enumerate(groups):
             if group.last_step == 0:
-                yield index, group.visit, *mine(group)
+                with visiting(index):
+                    yield index, group.visit, *mine(group)
             elif group.visit is None:
                 fetch(group, None).wait()
                 yield index, None, k, v
             else:
                 place, arrived = arriving.popleft()
-                arrived.wait()
-                yield index, group.visit, *place.views(group.rows)
+                with span("wait for {}", _Sources(plan, group)):
+                    arrived.wait()
+                with visiting(index):
+                    yield index, group.visit, *place.views(group.rows)
                 if ahead:
-                    arriving.append((place, fetch(ahead.popleft(), place)))
+                    arriving.append((place, start(ahead.popleft(), place)))
 
 
 def _pieces_of(
@@ -319,7 +352,7 @@ class NvlinkTransport(CopyEngine):
     @contextmanager
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
         size = _Packed.size(k, v, max(plan.rows))
-        with self.publishing(size, k.dtype) as buffer:
+        with span("publish K and V"), self.publishing(size, k.dtype) as buffer:
             for mine, packed in zip((k, v), _Packed.over(buffer, k, v).views(plan.rows[plan.rank]), strict=True):
                 packed.copy_(mine)
 
@@ -376,12 +409,14 @@ class _Passing:
         if self.step < self.plan.hops:
             send, receive = (x.message(self._rows(self.step + i)) for i, x in enumerate(self.shards))
             up, down = (self.plan.rank + 1) % self.plan.world_size, (self.plan.rank - 1) % self.plan.world_size
-            self.arriving = self.transport.exchange(send, receive, up, down, tag=0)
+            with span("exchange of K and V with ranks {} and {}", up, down):
+                self.arriving = self.transport.exchange(send, receive, up, down, tag=0)
 
     def go_on(self) -> None:
         """To the next step, whose shard is then here, and the one behind it on its way."""
         assert self.arriving is not None
-        self.arriving.wait()
+        step = self.step + 1
+        _await(self.arriving, "K and V of step {}, from rank {} of the group", step, self.plan.source(step))
         self.shards.reverse()
         self.step += 1
         self._start_next()
@@ -448,7 +483,8 @@ class Gradients:
 
     def _wait(self) -> None:
         if self.pending is not None:
-            self.pending.wait()
+            step = self.index // self.parts
+            _await(self.pending, "dK and dV at step {}" if step <= self.plan.hops else "dK and dV, come home", step)
         self.pending = None
 
     def _send_on(self, index: int) -> None:
@@ -464,7 +500,8 @@ class Gradients:
         here, there = self.buffers[0], self.buffers[-1]
         peers = to % plan.world_size, holder % plan.world_size
         assert self.transport is not None
-        self.pending = self.transport.exchange(here.message(rows), there.message(next_rows), *peers, tag=index + 1)
+        with span("exchange of dK and dV with ranks {} and {}", *peers):
+            self.pending = self.transport.exchange(here.message(rows), there.message(next_rows), *peers, tag=index + 1)
         self.buffers.append(self.buffers.pop(0))
 
     def arrive(self, index: int) -> None:

@@ -22,6 +22,7 @@ from .mask import Mask, decode
 from .merge import Partial
 from .plan import Plan, plan_one, plan_ring
 from .score import Scoring, make_head_words
+from .span import span
 
 BACKENDS = ("auto", "torch", "triton")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -168,7 +169,7 @@ def _attention(
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     head_words = _head_words(q, seed, group)
     scoring = _scoring(q, slopes, head_words, scale, softcap, dropout_p)
-    with _as_given(q):
+    with _as_given(q), span("forward"):
         out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scoring, sinks)
     return out, lse, head_words
 
@@ -238,7 +239,7 @@ def _attention_backward(
     """`(dq, dk, dv)` of this rank's shards, and `dsinks` by its queries: empty where there are no sinks."""
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     scoring = _scoring(q, slopes, head_words, scale, softcap, dropout_p)
-    with _as_given(q):
+    with _as_given(q), span("backward"):
         dq, dk, dv, dsinks = ring.ring_backward(
             _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scoring, sinks
         )

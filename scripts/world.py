@@ -3,6 +3,7 @@
 import argparse
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def add_world_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def start_world(device: str = "auto", pg_backend: str = "auto") -> World:
+def start_world(device: str = "auto", pg_backend: str = "auto", *, timeout: timedelta | None = None) -> World:
     """Join the group that torchrun announces in the environment; without torchrun, a world of one rank.
 
     Ranks take the GPUs of their host in turn, so several share one when there are more ranks than GPUs. NCCL refuses
@@ -50,7 +51,7 @@ def start_world(device: str = "auto", pg_backend: str = "auto") -> World:
         torch.cuda.set_device(place)
     meet_at = "env://" if "RANK" in os.environ else "tcp://127.0.0.1:0"
     device_id = place if pg_backend == "nccl" else None
-    dist.init_process_group(pg_backend, meet_at, rank=rank, world_size=size, device_id=device_id)
+    dist.init_process_group(pg_backend, meet_at, rank=rank, world_size=size, device_id=device_id, timeout=timeout)
     assert dist.group.WORLD is not None
     return World(rank, size, place, pg_backend, dist.group.WORLD)
 
