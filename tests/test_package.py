@@ -26,22 +26,23 @@ ARROWS = {
     "__init__": {"attention", "sharding", "mask", "merge"},
     "compat": {"attention", "ops", "mask", "sharding"},
     "attention": {"ops", "sharding", "mask"},
-    "ops": {"ring", "local_kernel", "reference", "comm", "nvlink", "merge", "plan", "mask"},
+    "ops": {"ring", "local_kernel", "reference", "comm", "nvlink", "merge", "plan", "mask", "score"},
     "sharding": {"comm", "layout", "mask"},
-    "ring": {"comm", "merge", "plan"},
-    "local_kernel": {"hopper_kernel", "launch", "merge", "plan", "layout", "mask"},
+    "ring": {"comm", "merge", "plan", "score"},
+    "local_kernel": {"hopper_kernel", "launch", "merge", "plan", "score"},
     "hopper_kernel": {"hopper_forward", "hopper_backward", "gluon_compat", "launch", "merge", "plan"},
     "hopper_backward": {"hopper_forward", "gluon_compat"},
     "hopper_forward": {"gluon_compat"},
     "gluon_compat": set(),
     "launch": {"plan"},
-    "reference": {"merge", "plan", "layout", "mask"},
+    "reference": {"merge", "plan", "layout", "mask", "score"},
     "comm": {"nvlink", "plan"},
     "nvlink": set(),
     "plan": {"layout", "mask"},
     "merge": set(),
     "layout": {"mask"},
     "mask": set(),
+    "score": set(),
 }
 
 
@@ -176,7 +177,7 @@ def test_only_the_kernels_import_triton():
 
 
 @pytest.mark.parametrize(
-    "name", ["ring", "comm", "nvlink", "plan", "local_kernel", "hopper_kernel", "launch", "reference", "ops"]
+    "name", ["ring", "comm", "nvlink", "plan", "local_kernel", "hopper_kernel", "launch", "reference", "score", "ops"]
 )
 def test_no_layout_is_known_by_name_below_the_layouts(name: str):
     assert text_constants(PACKAGE / f"{name}.py") & {"contiguous", "zigzag", "striped", "balanced"} == set()
