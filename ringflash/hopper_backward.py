@@ -2,7 +2,27 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 # (jitted code is Gluon's language, not Python's types)
-"""The backward pass on Hopper GPUs (sm_90), in Gluon."""
+"""The backward pass on Hopper GPUs (sm_90), in Gluon. docs/hopper_kernel.md draws who waits for what.
+
+A program owns BLOCK_K keys of one key/value head: two consumers, warpgroups of half of them each, and a producer, one
+warp that loads. It meets every tile of queries that sees its keys, over all query heads that these serve, and sums dK
+and dV in registers. `hopper_kernel.backward` launches it, between what that file says of `-lse / scale`, `-delta` and
+dQ (Notes [Rows of a whole tile] and [dQ in register order]).
+
+Legend: scores lie transposed, keys by queries. Products are written with their shapes: Q, K rows of a tile, D and DV
+head dims. `lse` and `delta` are those rows, fp32, negated as above. Names that end in `_s` lie in shared memory:
+
+    k_s (BLOCK_K, BLOCK_D), v_s (BLOCK_K, BLOCK_DV)     kv_full     once a program
+    q_s (STAGES, BLOCK_Q, BLOCK_D), lse_s, seen_s       q_full      one barrier a stage
+    dout_s (STAGES, BLOCK_Q, BLOCK_DV), delta_s         dout_full   one a stage
+                                                        free        one a stage, of all of these
+    ds_s (STAGES + 1, BLOCK_K, BLOCK_Q)                 ds_full     one a slot, of both consumers' halves
+
+with axes of length 1 for batch and head, as descriptors have them. `stage` and `slot` are where a tile lies, `phase`
+which of its uses a barrier counts, 0 or 1. `tile` counts the tiles of a head, `place` those of all heads of a batch.
+`tiles` are those that see the keys, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)`
+need the mask.
+"""
 
 import math
 
@@ -20,6 +40,9 @@ from .gluon_compat import (
 from .hopper_forward import _load_tiles, _next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
+
+
+# Verbs --------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -55,6 +78,7 @@ def _next_tile(tile, place, first, stop, n_tiles_q):
 
 @gluon.jit
 def _mask(scores, key, seen_s, stage, n_k, HAS_TABLE: gl.constexpr, layout: gl.constexpr):
+    """-inf where a query does not see a key: outside its range of key rows, or past the end where all are seen."""
     if HAS_TABLE:
         first = seen_s.index(2 * stage).load(gl.SliceLayout(0, layout))
         count = seen_s.index(2 * stage + 1).load(gl.SliceLayout(0, layout)) - first
@@ -83,8 +107,9 @@ def _step(
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     s_layout: gl.constexpr, dk_layout: gl.constexpr, dv_layout: gl.constexpr, dq_layout: gl.constexpr,
 ):  # fmt: skip
+    """One tile of queries: adds to dK and dV, leaves its dS, and adds dQ of the tile before it, unless it is FIRST."""
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    q_full, dout_full, ds_full, free = barriers
+    _, q_full, dout_full, ds_full, free = barriers
     stage, phase, slot, slot_phase, slot_before, slot_phase_before = stages
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
@@ -129,12 +154,37 @@ def _step(
 
 
 @gluon.jit
-def _consumer(
-    WHO: gl.constexpr, buffers, barriers, kv_full, tiles, dq, dk_out, dv_out, n_k, n_tiles_q, first_head, heads, scale,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
+def _write(
+    x, base, first_row, n_rows,
+    ROWS: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
+    """Write, or add to, rows of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element."""
+    kv_heads = gl.num_programs(1)
+    base += (gl.program_id(2).to(gl.int64) * n_rows * kv_heads + gl.program_id(1)) * DIM
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
+    pointers = base + rows.to(gl.int64)[:, None] * (kv_heads * DIM) + cols[None, :]
+    inside = (rows < n_rows)[:, None] & (cols < DIM)[None, :]
+    if ADD:
+        x += gl.load(pointers, mask=inside, other=0.0)
+    gl.store(pointers, x.to(base.dtype.element_ty), mask=inside)
+
+
+# Roles -------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _consumer(
+    WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, n_k, n_tiles_q, first_head, heads, scale,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: half of the program's keys. Its dK and dV, and its half of each tile of dQ one step late."""
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    q_full, dout_full, ds_full, free = barriers
+    kv_full, q_full, dout_full, ds_full, free = barriers
+    k_s = k_s.reshape([BLOCK_K, BLOCK_D])
+    v_s = v_s.reshape([BLOCK_K, BLOCK_DV])
+    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
@@ -155,8 +205,10 @@ def _consumer(
     place = first_head * n_tiles_q + first
     mbarrier.wait(kv_full.index(0), 0)
     dk, dv = _step(
-        (0, 0, 0, 0, 0, 0), (tile < full_first) | (tile >= full_stop), place, buffers, barriers, dk, dv, dq, key, n_k, scale * LOG2E, zero_dq,
-        WHO, True, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, dk_layout, dv_layout, dq_layout,
+        (0, 0, 0, 0, 0, 0), (tile < full_first) | (tile >= full_stop), place,
+        buffers, barriers, dk, dv, dq, key, n_k, scale * LOG2E, zero_dq,
+        WHO, True, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
+        s_layout, dk_layout, dv_layout, dq_layout,
     )  # fmt: skip
     stage, phase = _next_stage(0, 0, STAGES)
     slot = 1
@@ -167,9 +219,11 @@ def _consumer(
         place_before = place
         tile, place = _next_tile(tile, place, first, stop, n_tiles_q)
         dk, dv = _step(
-            (stage, phase, slot, slot_phase, slot_before, slot_phase_before), (tile < full_first) | (tile >= full_stop), place_before,
+            (stage, phase, slot, slot_phase, slot_before, slot_phase_before),
+            (tile < full_first) | (tile >= full_stop), place_before,
             buffers, barriers, dk, dv, dq, key, n_k, scale * LOG2E, zero_dq,
-            WHO, False, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, dk_layout, dv_layout, dq_layout,
+            WHO, False, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
+            s_layout, dk_layout, dv_layout, dq_layout,
         )  # fmt: skip
         stage, phase = _next_stage(stage, phase, STAGES)
         slot_before = slot
@@ -185,195 +239,15 @@ def _consumer(
 
 
 @gluon.jit
-def _write(
-    x,
-    base,
-    first_row,
-    n_rows,
-    ROWS: gl.constexpr,
-    COLS: gl.constexpr,
-    DIM: gl.constexpr,
-    ADD: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """Write, or add to, rows of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element."""
-    kv_heads = gl.num_programs(1)
-    base += (gl.program_id(2).to(gl.int64) * n_rows * kv_heads + gl.program_id(1)) * DIM
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
-    pointers = base + rows.to(gl.int64)[:, None] * (kv_heads * DIM) + cols[None, :]
-    inside = (rows < n_rows)[:, None] & (cols < DIM)[None, :]
-    if ADD:
-        x += gl.load(pointers, mask=inside, other=0.0)
-    gl.store(pointers, x.to(base.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def _consumer_0(
-    buffers,
-    barriers,
-    kv_full,
-    tiles,
-    q_desc,
-    k_desc,
-    v_desc,
-    dout_desc,
-    lse,
-    delta,
-    dq,
-    dk,
-    dv,
-    seen,
-    batch,
-    kv_head,
-    n_q,
-    n_k,
-    n_tiles_q,
-    first_row,
-    first_head,
-    heads,
-    scale,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr,
-    ADD: gl.constexpr,
-    WITH_DQ: gl.constexpr,
-    HAS_TABLE: gl.constexpr,
-):
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    _consumer(
-        0,
-        (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s),
-        barriers,
-        kv_full,
-        tiles,
-        dq,
-        dk,
-        dv,
-        n_k,
-        n_tiles_q,
-        first_head,
-        heads,
-        scale,
-        D,
-        DV,
-        BLOCK_Q,
-        BLOCK_K,
-        BLOCK_D,
-        BLOCK_DV,
-        STAGES,
-        ADD,
-        WITH_DQ,
-        HAS_TABLE,
-    )
-
-
-@gluon.jit
-def _consumer_1(
-    buffers,
-    barriers,
-    kv_full,
-    tiles,
-    q_desc,
-    k_desc,
-    v_desc,
-    dout_desc,
-    lse,
-    delta,
-    dq,
-    dk,
-    dv,
-    seen,
-    batch,
-    kv_head,
-    n_q,
-    n_k,
-    n_tiles_q,
-    first_row,
-    first_head,
-    heads,
-    scale,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr,
-    ADD: gl.constexpr,
-    WITH_DQ: gl.constexpr,
-    HAS_TABLE: gl.constexpr,
-):
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    _consumer(
-        1,
-        (k_s.reshape([BLOCK_K, BLOCK_D]), v_s.reshape([BLOCK_K, BLOCK_DV]), q_s, dout_s, ds_s, lse_s, delta_s, seen_s),
-        barriers,
-        kv_full,
-        tiles,
-        dq,
-        dk,
-        dv,
-        n_k,
-        n_tiles_q,
-        first_head,
-        heads,
-        scale,
-        D,
-        DV,
-        BLOCK_Q,
-        BLOCK_K,
-        BLOCK_D,
-        BLOCK_DV,
-        STAGES,
-        ADD,
-        WITH_DQ,
-        HAS_TABLE,
-    )
-
-
-@gluon.jit
 def _producer(
-    buffers,
-    barriers,
-    kv_full,
-    tiles,
-    q_desc,
-    k_desc,
-    v_desc,
-    dout_desc,
-    lse,
-    delta,
-    dq,
-    dk,
-    dv,
-    seen,
-    batch,
-    kv_head,
-    n_q,
-    n_k,
-    n_tiles_q,
-    first_row,
-    first_head,
-    heads,
-    scale,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr,
-    ADD: gl.constexpr,
-    WITH_DQ: gl.constexpr,
-    HAS_TABLE: gl.constexpr,
-):
+    buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head,
+    n_q, n_tiles_q, first_row, first_head, heads,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, HAS_TABLE: gl.constexpr,
+):  # fmt: skip
+    """One warp: loads the keys and values, then tile after tile of queries, dO and their rows, as room falls free."""
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    q_full, dout_full, ds_full, free = barriers
+    kv_full, q_full, dout_full, _, free = barriers
+    q_desc, k_desc, v_desc, dout_desc = descriptors
     lanes = gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, [batch, first_row, kv_head, 0], kv_full.index(0), k_s)
@@ -403,11 +277,15 @@ def _producer(
         stage, phase = _next_stage(stage, phase, STAGES)
 
 
+# Kernel ------------------------------------------------------------------------------------------------------------
+
+
 @gluon.jit(do_not_specialize=["n_q", "n_k", "heads_per_kv", "first_head", "heads", "n_tiles_q"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen,
     n_q, n_k, n_tiles_q, heads_per_kv, first_head, heads, scale,
-    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, ds_layout: gl.constexpr,
 ):  # fmt: skip
     """One block of keys of one key/value head against the queries that see it."""
@@ -452,11 +330,24 @@ def backward_kernel(
         mbarrier.init(free.index(stage), count=2)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(ds_full.index(slot), count=2)
+    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
+    barriers = (kv_full, q_full, dout_full, ds_full, free)
+    tiles = (first, full_first, full_stop, stop)
+    descriptors = (q_desc, k_desc, v_desc, dout_desc)
     gl.warp_specialize(
         [
-            (_consumer_0, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)),
-            (_consumer_1, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)),
-            (_producer, ((k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s), (q_full, dout_full, ds_full, free), kv_full, (first, full_first, full_stop, stop), q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, seen, batch, kv_head, n_q, n_k, n_tiles_q, first_row, head, heads, scale, D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE)),
+            (_consumer, (
+                0, buffers, barriers, tiles, dq, dk, dv, n_k, n_tiles_q, head, heads, scale,
+                D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
+            )),
+            (_consumer, (
+                1, buffers, barriers, tiles, dq, dk, dv, n_k, n_tiles_q, head, heads, scale,
+                D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
+            )),
+            (_producer, (
+                buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head,
+                n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
+            )),
         ],
         [4, 1],
         [240, 24],

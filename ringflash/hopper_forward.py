@@ -2,9 +2,24 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 # (jitted code is Gluon's language, not Python's types)
-"""The forward pass on Hopper GPUs (sm_90), in Gluon.
+"""The forward pass on Hopper GPUs (sm_90), in Gluon. docs/hopper_kernel.md draws who waits for what.
 
-WORDS
+A program is a producer, one warp that loads by TMA, and CONSUMERS warpgroups of ROWS queries each. Programs take pieces
+of work, a block of CONSUMERS * ROWS queries of one head each, until there are none left. `hopper_kernel.forward`
+launches it and chooses the tile.
+
+Legend: products are written with their shapes: Q, K rows of a tile, D and DV head dims. Scores are in base 2 from the
+softmax on (`scale_log2` has LOG2E in it); `lse` in memory is natural log, fp32. Names that end in `_s` lie in shared
+memory:
+
+    q_s (CONSUMERS, ROWS, BLOCK_D)      q_full, q_empty   one barrier a consumer
+    k_s (STAGES, BLOCK_K, BLOCK_D)      k_full            one a stage
+    v_s (STAGES, BLOCK_K, BLOCK_DV)     v_full            one a stage
+                                        free              one a stage, of K of a tile and V of the tile before it
+
+with axes of length 1 for batch and head, as descriptors have them. `stage` is where a tile lies, `phase` which of its
+uses a barrier counts, 0 or 1; `before` and `phase_before` are those of the tile before. `tiles` are the tiles of keys
+that a block sees, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)` need the mask.
 """
 
 import math
@@ -21,8 +36,8 @@ NEG_INF = gl.constexpr(float("-inf"))
 
 @gluon.jit
 def _load_tiles(ranges, block, TILE: gl.constexpr):
-    """Tiles of the other side that a block sees: `first, full_first, full_stop, stop`; all need the mask but those in
-    `[full_first, full_stop)`. At least one tile."""
+    """Tiles of the other side that a block sees: `first, full_first, full_stop, stop`, at least one, and whether it
+    sees nothing of them."""
     begin = gl.load(ranges + block * 4)
     full_begin = gl.load(ranges + block * 4 + 1)
     full_end = gl.load(ranges + block * 4 + 2)
@@ -59,6 +74,7 @@ def _wait_turn(WHO: gl.constexpr):
 
 @gluon.jit
 def _give_turn(WHO: gl.constexpr):
+    """Named barrier `9 + WHO`: the turn is that warpgroup's."""
     if WHO == 0:
         gl.inline_asm_elementwise("bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     elif WHO == 1:
@@ -69,6 +85,7 @@ def _give_turn(WHO: gl.constexpr):
 
 @gluon.jit
 def _mask(scores, tile, seen_first, seen_count, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
+    """-inf where a query does not see a key: outside `seen_count` key rows from `seen_first` on."""
     key = tile * BLOCK_K + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, s_layout))
     since_first = (key[None, :] - seen_first[:, None]).to(gl.uint32, bitcast=True)
     return gl.where(since_first < seen_count[:, None].to(gl.uint32, bitcast=True), scores, NEG_INF)
@@ -109,7 +126,7 @@ def _step(
     WHO: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """The scores of tile `i` start, then P V of the tile before it; the softmax of tile `i` runs beside that product."""
+    """The scores of tile `i` start, then P V of the tile before; the softmax of tile `i` runs beside that product."""
     k_full, v_full, free = barriers
     acc, p, row_max, row_sum = state
     stage, phase, before, phase_before = stages
@@ -157,12 +174,49 @@ def _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together):
 
 
 @gluon.jit
-def _attend_block(
-    WHO: gl.constexpr, stage, phase, q_phase, buffers, barriers, tiles, out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2,
-    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+def _write(
+    acc, row_max, row_sum, out, lse, rows, n_q, stride_os,
+    BLOCK_DV: gl.constexpr, DV: gl.constexpr, MERGE: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """ROWS queries against all tiles. Returns the stage and phase that come next."""
+    """Normalise, and merge with what the visits before this one left. See merge.py."""
+    seen_any = row_sum > 0
+    row_sum = gl.where(seen_any, row_sum, 1.0)
+    total = gl.where(seen_any, row_max + gl.log2(row_sum), NEG_INF)
+    norm = 1.0 / row_sum
+    in_rows = rows < n_q
+    cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, o_layout))
+    out_rows = out + rows.to(gl.int64)[:, None] * stride_os + cols[None, :]
+    in_out = in_rows[:, None] & (cols < DV)[None, :]
+    if MERGE:
+        before = gl.load(lse + rows, mask=in_rows, other=NEG_INF) * LOG2E
+        largest = gl.maximum(before, total)
+        pivot = gl.where(largest == NEG_INF, 0.0, largest)
+        weight_before = gl.exp2(before - pivot)
+        weight = gl.exp2(total - pivot)
+        sum_of_weights = weight_before + weight
+        total = pivot + gl.log2(sum_of_weights)
+        share = 1.0 / gl.where(sum_of_weights > 0, sum_of_weights, 1.0)
+        norm = norm * weight * share
+        out_before = gl.load(out_rows, mask=in_out, other=0.0)
+        acc = acc * norm[:, None] + out_before * (weight_before * share)[:, None]
+    else:
+        acc = acc * norm[:, None]
+    gl.store(out_rows, acc.to(out.dtype.element_ty), mask=in_out)
+    gl.store(lse + rows, total * LN2, mask=in_rows)
+
+
+# Roles -------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _attend_block(
+    WHO: gl.constexpr, stage, phase, q_phase, buffers, barriers, tiles,
+    out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2,
+    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
+    """ROWS queries against all tiles, which are at least one. Returns the stage and phase that come next."""
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, v_full, free = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -207,8 +261,9 @@ def _attend_block(
     stage, phase = _next_stage(stage, phase, STAGES)
     for i in range(1, n_tiles):
         state = _step(
-            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, (k_full, v_full, free), state, zero, seen_first, seen_count,
-            scale_log2, WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
+            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, (k_full, v_full, free), state, zero,
+            seen_first, seen_count, scale_log2,
+            WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
         )  # fmt: skip
         before = stage
         phase_before = phase
@@ -229,12 +284,16 @@ def _attend_block(
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, barriers, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work,
-    heads_per_kv, heads_together, scale_log2,
+    WHO: gl.constexpr, buffers, barriers, given,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its share of the queries of every piece of work."""
+    (
+        out, lse, ranges, seen, stride_ob, stride_os, stride_oh,
+        n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
+    ) = given  # fmt: skip
     if PINGPONG:
         if WHO == CONSUMERS - 1:
             _give_turn(0)
@@ -248,7 +307,8 @@ def _consumer(
         if (_turn_of(turn) < n_work) & (not MERGE or not nothing):  # else past the end, or merging the identity
             stage, phase = _attend_block(
                 WHO, stage, phase, q_phase, buffers, barriers, (first, full_first, full_stop, stop),
-                out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh, lse + (batch.to(gl.int64) * n_heads + head) * n_q,
+                out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh,
+                lse + (batch.to(gl.int64) * n_heads + head) * n_q,
                 seen, (block * CONSUMERS + WHO) * ROWS, n_q, n_k, stride_os, scale_log2,
                 ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
             )  # fmt: skip
@@ -256,278 +316,18 @@ def _consumer(
 
 
 @gluon.jit
-def _write(
-    acc,
-    row_max,
-    row_sum,
-    out,
-    lse,
-    rows,
-    n_q,
-    stride_os,
-    BLOCK_DV: gl.constexpr,
-    DV: gl.constexpr,
-    MERGE: gl.constexpr,
-    o_layout: gl.constexpr,
-):
-    """Normalise, and merge with what the visits before this one left. See merge.py."""
-    seen_any = row_sum > 0
-    row_sum = gl.where(seen_any, row_sum, 1.0)
-    total = gl.where(seen_any, row_max + gl.log2(row_sum), NEG_INF)
-    norm = 1.0 / row_sum
-    in_rows = rows < n_q
-    cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, o_layout))
-    out_rows = out + rows.to(gl.int64)[:, None] * stride_os + cols[None, :]
-    in_out = in_rows[:, None] & (cols < DV)[None, :]
-    if MERGE:
-        before = gl.load(lse + rows, mask=in_rows, other=NEG_INF) * LOG2E
-        largest = gl.maximum(before, total)
-        pivot = gl.where(largest == NEG_INF, 0.0, largest)
-        weight_before = gl.exp2(before - pivot)
-        weight = gl.exp2(total - pivot)
-        sum_of_weights = weight_before + weight
-        total = pivot + gl.log2(sum_of_weights)
-        share = 1.0 / gl.where(sum_of_weights > 0, sum_of_weights, 1.0)
-        norm = norm * weight * share
-        out_before = gl.load(out_rows, mask=in_out, other=0.0)
-        acc = acc * norm[:, None] + out_before * (weight_before * share)[:, None]
-    else:
-        acc = acc * norm[:, None]
-    gl.store(out_rows, acc.to(out.dtype.element_ty), mask=in_out)
-    gl.store(lse + rows, total * LN2, mask=in_rows)
-
-
-@gluon.jit
-def _consumer_0(
-    buffers,
-    barriers,
-    q_desc,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    ranges,
-    seen,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    n_q,
-    n_k,
-    n_blocks,
-    n_heads,
-    n_work,
-    heads_per_kv,
-    heads_together,
-    scale_log2,
-    ROWS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr,
-    DV: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    MERGE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
-    _consumer(
-        0,
-        buffers,
-        barriers,
-        out,
-        lse,
-        ranges,
-        seen,
-        stride_ob,
-        stride_os,
-        stride_oh,
-        n_q,
-        n_k,
-        n_blocks,
-        n_heads,
-        n_work,
-        heads_per_kv,
-        heads_together,
-        scale_log2,
-        ROWS,
-        BLOCK_K,
-        BLOCK_D,
-        BLOCK_DV,
-        DV,
-        STAGES,
-        CONSUMERS,
-        MERGE,
-        Q_IN_REGISTERS,
-        PINGPONG,
-    )
-
-
-@gluon.jit
-def _consumer_1(
-    buffers,
-    barriers,
-    q_desc,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    ranges,
-    seen,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    n_q,
-    n_k,
-    n_blocks,
-    n_heads,
-    n_work,
-    heads_per_kv,
-    heads_together,
-    scale_log2,
-    ROWS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr,
-    DV: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    MERGE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
-    _consumer(
-        1,
-        buffers,
-        barriers,
-        out,
-        lse,
-        ranges,
-        seen,
-        stride_ob,
-        stride_os,
-        stride_oh,
-        n_q,
-        n_k,
-        n_blocks,
-        n_heads,
-        n_work,
-        heads_per_kv,
-        heads_together,
-        scale_log2,
-        ROWS,
-        BLOCK_K,
-        BLOCK_D,
-        BLOCK_DV,
-        DV,
-        STAGES,
-        CONSUMERS,
-        MERGE,
-        Q_IN_REGISTERS,
-        PINGPONG,
-    )
-
-
-@gluon.jit
-def _consumer_2(
-    buffers,
-    barriers,
-    q_desc,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    ranges,
-    seen,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    n_q,
-    n_k,
-    n_blocks,
-    n_heads,
-    n_work,
-    heads_per_kv,
-    heads_together,
-    scale_log2,
-    ROWS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr,
-    DV: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    MERGE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
-    _consumer(
-        2,
-        buffers,
-        barriers,
-        out,
-        lse,
-        ranges,
-        seen,
-        stride_ob,
-        stride_os,
-        stride_oh,
-        n_q,
-        n_k,
-        n_blocks,
-        n_heads,
-        n_work,
-        heads_per_kv,
-        heads_together,
-        scale_log2,
-        ROWS,
-        BLOCK_K,
-        BLOCK_D,
-        BLOCK_DV,
-        DV,
-        STAGES,
-        CONSUMERS,
-        MERGE,
-        Q_IN_REGISTERS,
-        PINGPONG,
-    )
-
-
-@gluon.jit
 def _producer(
-    buffers,
-    barriers,
-    q_desc,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    ranges,
-    seen,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    n_q,
-    n_k,
-    n_blocks,
-    n_heads,
-    n_work,
-    heads_per_kv,
-    heads_together,
-    scale_log2,
-    ROWS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr,
-    DV: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    MERGE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
-    """One warp: loads the queries of every piece of work, and tile after tile of its keys and values, as room falls free."""
+    buffers, barriers, descriptors, given,
+    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
+    """One warp: loads the queries of every piece of work, and tile after tile of its keys and values, as room falls
+    free: K one tile ahead of V."""
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, v_full, free = barriers
+    q_desc, k_desc, v_desc = descriptors
+    _, _, ranges, _, _, _, _, _, _, n_blocks, n_heads, n_work, heads_per_kv, heads_together, _ = given
     stage = 0
     phase = 0
     q_phase = 0
@@ -562,13 +362,18 @@ def _producer(
             q_phase ^= 1
 
 
+# Kernel ------------------------------------------------------------------------------------------------------------
+
+
 @gluon.jit(do_not_specialize=["n_q", "n_k", "n_blocks", "n_heads", "n_work", "heads_per_kv", "heads_together"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out, lse, ranges, seen,
     stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
-    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of queries of one head each against the keys they see; a program takes every `num_programs`-th of them."""
+    """Blocks of queries of one head each against the keys they see; a program takes one of `num_programs` in turn."""
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
@@ -585,12 +390,28 @@ def forward_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=CONSUMERS)
 
+    buffers = (q_s, k_s, v_s)
+    barriers = (q_full, q_empty, k_full, v_full, free)
+    given = (
+        out, lse, ranges, seen, stride_ob, stride_os, stride_oh,
+        n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
+    )  # fmt: skip
+    descriptors = (q_desc, k_desc, v_desc)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer_0, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_consumer_1, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_producer, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer, (
+                    0, buffers, barriers, given,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                )),
+                (_consumer, (
+                    1, buffers, barriers, given,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                )),
+                (_producer, (
+                    buffers, barriers, descriptors, given,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                )),
             ],
             [4, 1],
             [240, 24],
@@ -598,10 +419,22 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer_0, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_consumer_1, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_consumer_2, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
-                (_producer, ((q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, free), q_desc, k_desc, v_desc, out, lse, ranges, seen, stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG)),
+                (_consumer, (
+                    0, buffers, barriers, given,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                )),
+                (_consumer, (
+                    1, buffers, barriers, given,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                )),
+                (_consumer, (
+                    2, buffers, barriers, given,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                )),
+                (_producer, (
+                    buffers, barriers, descriptors, given,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                )),
             ],
             [4, 4, 1],
             [160, 160, 32],

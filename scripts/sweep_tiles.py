@@ -50,36 +50,26 @@ def describe(tile: Tile) -> str:
     return ",".join([*map(str, (tile.block_q, tile.block_k, tile.num_warps, tile.num_stages)), *flags])
 
 
-class NoKernel:
-    """In place of a kernel that is not to be timed."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda **arguments: None
-
-
 def candidate(kernel: str, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> Callable[[], None]:
     """A call of one kernel with one tile, through the launchers of `local_kernel`."""
     visit = plan_one(mask, q.shape[1], k.shape[1]).visits[0]
     assert visit is not None
-    scale = q.shape[3] ** -0.5
+    scoring = Scoring(q.shape[3] ** -0.5)
     total = Partial(torch.empty_like(dout), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     state = local_kernel.Started(total.lse, torch.zeros_like(total.lse), torch.empty_like(q), q.dtype)
-    kernels = {"dq": local_kernel._dq_kernel, "dkv": local_kernel._dkv_kernel}
 
     def call() -> None:
         choose, local_kernel.choose_tiles = local_kernel.choose_tiles, lambda *_: Tiles(tile, tile, tile)
-        local_kernel._dq_kernel, local_kernel._dkv_kernel = (
-            kernels[name] if name == kernel else NoKernel() for name in ("dq", "dkv")
-        )
         try:
             if kernel == "forward":
-                local_kernel._forward(q, k, v, visit, Scoring(scale), total, True)
+                local_kernel._forward(q, k, v, visit, scoring, into=total, first=True)
+            elif kernel == "dq":
+                local_kernel._backward_dq(q, k, v, dout, state, visit, scoring, first=True)
             else:
-                local_kernel._backward(q, k, v, dout, state, visit, Scoring(scale), lambda: (dk, dv), True)
+                local_kernel._backward_dkv(q, k, v, dout, state, visit, scoring, lambda: (dk, dv), first=True)
         finally:
             local_kernel.choose_tiles = choose
-            local_kernel._dq_kernel, local_kernel._dkv_kernel = kernels["dq"], kernels["dkv"]
 
     return call
 

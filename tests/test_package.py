@@ -178,7 +178,7 @@ def test_only_the_kernels_import_triton():
 
 
 @pytest.mark.parametrize(
-    "name", ["ring", "comm", "nvlink", "plan", "local_kernel", "hopper_kernel", "launch", "reference", "ops"]
+    "name", ["ring", "comm", "nvlink", "plan", "local_kernel", "hopper_kernel", "launch", "reference", "score", "ops"]
 )
 def test_no_layout_is_known_by_name_below_the_layouts(name: str):
     assert text_constants(PACKAGE / f"{name}.py") & {"contiguous", "zigzag", "striped", "balanced"} == set()
