@@ -102,8 +102,8 @@ def check_local(rows: list[Row]) -> str:
 
 
 def check_ring(rows: list[Row]) -> str:
-    case = "device", "world", "process_group", "backend", "layout", "mask", "dtype", "b", "h", "g", "s", "d"
-    return error_table(last_run(rows, *case), ("device", "world", "process_group", "dtype"), "one_rank")
+    case = "device", "world", "transport", "backend", "layout", "mask", "dtype", "b", "h", "g", "s", "d"
+    return error_table(last_run(rows, *case), ("device", "world", "transport", "dtype"), "one_rank")
 
 
 def bench_local(rows: list[Row]) -> str:
@@ -128,15 +128,28 @@ def bench_ring(rows: list[Row]) -> str:
         row, by_pass = group[0], {row["pass"]: row for row in group}
         passes = [by_pass[which] for which in ("forward", "forward+backward")]
         return [
-            *(f"{shape(row)} {row['dtype']} {row['mask']}", row["ranks"], row["process_group"]),
+            *(f"{shape(row)} {row['dtype']} {row['mask']}", row["ranks"]),
+            row["transport"] if row["implementation"] == "ringflash" else "its own",
             f"{row['implementation']}, {row['layout']}",
             cell([float(r["median_ms"]) for r in passes], 2),
             cell([float(r["tflops_per_gpu"]) for r in passes], 0),
+            row["fastest_one_gpu"] or "-",
             *("-" if not row["speedup"] else cell([float(r[n]) for r in passes], 2) for n in ("speedup", "efficiency")),
             cell([float(row["peak_mib_above_inputs"])], 0),
         ]
 
-    header = ["b h/g s d", "GPUs", "group", "ring", "ms", "TFLOP/s a GPU", "speed-up", "efficiency", "peak MiB"]
+    header = [
+        "b h/g s d",
+        "GPUs",
+        "transport",
+        "ring",
+        "ms",
+        "TFLOP/s a GPU",
+        "fastest GPU",
+        "speed-up",
+        "efficiency",
+        "peak MiB",
+    ]
     lines = map(line, group_by(rows, *case, "ranks", "implementation", "layout").values())
     return table(header, lines) + "\n\n" + origins(rows)
 

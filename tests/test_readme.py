@@ -110,8 +110,9 @@ def test_speed_table_puts_implementations_side_by_side_and_marks_what_is_missing
 
 def test_ring_table_has_one_line_for_each_ring(tmp_path: Path):
     def row(name: str, layout: str, ranks: str, which: str, **changes: str) -> dict[str, str]:
-        figures = {"median_ms": "2.0", "tflops_per_gpu": "350", "speedup": "1.9", "efficiency": "0.95"}
-        moving = {"process_group": "nccl", "transport": "auto", "peak_mib_above_inputs": "1234.4"}
+        figures = {"median_ms": "2.0", "tflops_per_gpu": "350", "fastest_one_gpu": "peer"}
+        figures |= {"speedup": "1.9", "efficiency": "0.95"}
+        moving = {"process_group": "nccl", "transport": "nvlink", "peak_mib_above_inputs": "1234.4"}
         who = {"implementation": name, "layout": layout, "ranks": ranks}
         return ORIGIN | moving | CASE | who | {"pass": which} | figures | changes
 
@@ -123,9 +124,9 @@ def test_ring_table_has_one_line_for_each_ring(tmp_path: Path):
     ]
     write_csv(tmp_path / "bench_ring.csv", rows)
     text = readme_tables.render("<!-- table:bench_ring -->\n<!-- /table:bench_ring -->", tmp_path)
-    line = "ringflash, zigzag | 2.00 / 2.00 | 350 / 350 | 1.90 / 1.90 | 0.95 / 0.95 | 1234 |"
-    assert f"| 1 4/2 64 128 bf16 causal | 2 | nccl | {line}" in text
-    assert "peer" not in text and "other" not in text
+    line = "ringflash, zigzag | 2.00 / 2.00 | 350 / 350 | peer | 1.90 / 1.90 | 0.95 / 0.95 | 1234 |"
+    assert f"| 1 4/2 64 128 bf16 causal | 2 | nvlink | {line}" in text
+    assert text.count("peer") == 1 and "other" not in text
 
 
 def test_missing_results_say_so(tmp_path: Path):
