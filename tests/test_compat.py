@@ -126,19 +126,21 @@ def test_flash_attn_forms_are_flash_attention():
     assert isinstance(packed, Tensor) and relative_error(packed, expected[0]) <= 1e-6
 
 
+@pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.1, 0.0, 1.0])], ids=["plain", "alibi"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_varlen_documents_of_unequal_lengths_are_each_attended_to_alone(causal):
+def test_varlen_documents_of_unequal_lengths_are_each_attended_to_alone(causal, slopes):
     cu_q, cu_k = torch.tensor([0, 3, 3, 10, 17]), torch.tensor([0, 9, 12, 16, 23])
     q, k, v, dout, dlse = random_inputs(1, 17, 4, 16, kv_heads=2, key_len=23)
     leaves = [x[0].requires_grad_() for x in (q, k, v)]
     attention: Callable[..., Any] = compat.flash_attn_varlen_func
-    out, lse, _ = attention(*leaves, cu_q, cu_k, 7, 9, causal=causal, return_attn_probs=True)
+    options: dict[str, Any] = {"causal": causal, "alibi_slopes": slopes}
+    out, lse, _ = attention(*leaves, cu_q, cu_k, 7, 9, **options, return_attn_probs=True)
     grads = torch.autograd.grad((out, lse), leaves, (dout[0], dlse[0]))
     kv = torch.stack(leaves[1:], 1)
-    assert same(compat.flash_attn_varlen_kvpacked_func(leaves[0], kv, cu_q, cu_k, 7, 9, causal=causal), out)
+    assert same(compat.flash_attn_varlen_kvpacked_func(leaves[0], kv, cu_q, cu_k, 7, 9, **options), out)
     for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
         own = [x.detach().requires_grad_() for x in (q[:, a:b], k[:, c:d], v[:, c:d])]
-        expected = flash_attention(*own, causal=causal, return_lse=True)
+        expected = flash_attention(*own, **options, return_lse=True)
         wanted = torch.autograd.grad(expected, own, (dout[:, a:b], dlse[:, :, a:b]))
         pairs = [(out[a:b], expected[0][0]), (lse[:, a:b], expected[1][0]), (grads[0][a:b], wanted[0][0])]
         pairs += [(x[c:d], y[0]) for x, y in zip(grads[1:], wanted[1:], strict=True)]
