@@ -39,9 +39,14 @@ def transposed(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("query_len,key_len", [(24, 24), (9, 20), (20, 9), (0, 4)])
+@pytest.mark.parametrize(
+    ("query_len", "key_len", "dtype", "causal"),
+    [
+        (24, 24, torch.bfloat16, True), (24, 24, torch.float64, False), (9, 20, torch.float32, True),
+        (20, 9, torch.bfloat16, False), (20, 9, torch.float32, True), (0, 4, torch.float64, True),
+        (0, 4, torch.bfloat16, False),
+    ],
+)  # fmt: skip
 def test_attention_passes_opcheck(query_len, key_len, dtype, causal):
     inputs = random_inputs(2, query_len, 4, 16, kv_heads=2, key_len=key_len, v_head_dim=24, dtype=dtype)
     assert set(check_forward(inputs, *options(causal=causal)).values()) == {"SUCCESS"}
