@@ -58,6 +58,20 @@ def read(path: Path) -> list[dict[str, str]]:
 # Dry runs
 
 
+def test_plan_table_counts_what_ranks_do_and_receive(tmp_path):
+    options = ["--worlds", "3", "--rows", "20", "--masks", "causal", "full", "--heads", "4", "2", "--dim", "16"]
+    done = run("plan_table.py", *options, "--layouts", "contiguous", "zigzag", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = {(row["layout"], row["mask"]): row for row in read(tmp_path / "plan_table.csv")}
+    everything = 2 * 20 * 2 * 2 * 16 * 2 / 1e6  # two other ranks' K and V, 2 heads of 16, 2 bytes
+    assert all(float(row["received_mb"]) == pytest.approx(everything) for row in rows.values())
+    pairs = {"contiguous": 20 * 40 + 20 * 21 / 2, "zigzag": 60 * 61 / 2 / 3}  # of the busiest rank
+    for layout, most in pairs.items():
+        assert float(rows[layout, "causal"]["tflop"]) == pytest.approx(4 * 4 * 16 * most / 1e12, rel=1e-3)
+    assert float(rows["contiguous", "causal"]["busiest_over_mean"]) == pytest.approx(3 * 1010 / 1830, rel=1e-3)
+    assert float(rows["zigzag", "full"]["busiest_over_mean"]) == 1
+
+
 def test_bench_local_times_what_runs_and_says_why_the_rest_does_not(tmp_path):
     options = ["--shapes", "1,2,1,48,16", "--rounds", "3", "--round-ms", "1", "--device", "cpu", "--out", str(tmp_path)]
     done = run("bench_local.py", *options, "--only", "ringflash", "sdpa-fa2", "sdpa-cudnn")
