@@ -151,12 +151,12 @@ def _step(
 
 
 @gluon.jit
-def _piece_of(first):
-    """The piece of work that this program takes of a round, which has as many as there are programs, from `first` on:
-    programs in order, then in reverse, and so on, so that none always gets the longest of a round."""
+def _turn_of(turn):
+    """The piece of work that this program takes at its `turn`: programs in order, then in reverse, and so on, so that
+    none always gets the longest of a round."""
     programs = gl.num_programs(0)
-    place = gl.where(first // programs % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
-    return first + place
+    place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    return turn * programs + place
 
 
 @gluon.jit
@@ -300,12 +300,11 @@ def _consumer(
     stage = 0
     phase = 0
     q_phase = 0
-    for first_piece in range(0, n_work, gl.num_programs(0)):
-        piece = _piece_of(first_piece)
-        work = gl.minimum(piece, n_work - 1)
+    for turn in range((n_work + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        work = gl.minimum(_turn_of(turn), n_work - 1)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
         first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
-        if (piece < n_work) & (not MERGE or not nothing):  # else past the end, or merging the identity
+        if (_turn_of(turn) < n_work) & (not MERGE or not nothing):  # else past the end, or merging the identity
             stage, phase = _attend_block(
                 WHO, stage, phase, q_phase, buffers, barriers, (first, full_first, full_stop, stop),
                 out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh,
@@ -332,12 +331,11 @@ def _producer(
     stage = 0
     phase = 0
     q_phase = 0
-    for first_piece in range(0, n_work, gl.num_programs(0)):
-        piece = _piece_of(first_piece)
-        work = gl.minimum(piece, n_work - 1)
+    for turn in range((n_work + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        work = gl.minimum(_turn_of(turn), n_work - 1)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
         first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
-        if (piece < n_work) & (not MERGE or not nothing):  # else past the end, or merging the identity
+        if (_turn_of(turn) < n_work) & (not MERGE or not nothing):  # else past the end, or merging the identity
             tiles = (first, full_first, full_stop, stop)
             n_tiles = stop - first
             for who in gl.static_range(CONSUMERS):
