@@ -283,17 +283,18 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
     if q.dtype not in DTYPES:
         raise ValueError(f"q, k and v must be float16, bfloat16, float32 or float64, got {q.dtype}")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"k and v must have one sequence length, got {k.shape[1]} and {v.shape[1]}")
-    if k.shape[2] != v.shape[2]:
-        raise ValueError(f"k and v must have one number of heads, got {k.shape[2]} and {v.shape[2]}")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"k's heads must divide q's, got {k.shape[2]} and {q.shape[2]}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have one head dim, got {q.shape[3]} and {k.shape[3]}")
-    for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
+    (b, _, h, d), (b_k, s_k, g, d_k), (b_v, s_v, g_v, d_v) = q.shape, k.shape, v.shape
+    if not b == b_k == b_v:
+        raise ValueError(f"q, k and v must have one batch size, got {b}, {b_k} and {b_v}")
+    if s_k != s_v:
+        raise ValueError(f"k and v must have one sequence length, got {s_k} and {s_v}")
+    if g != g_v:
+        raise ValueError(f"k and v must have one number of heads, got {g} and {g_v}")
+    if g == 0 or h % g:
+        raise ValueError(f"k's heads must divide q's, got {g} and {h}")
+    if d != d_k:
+        raise ValueError(f"q and k must have one head dim, got {d} and {d_k}")
+    for name, dim in (("q and k", d), ("v", d_v)):
         if not 16 <= dim <= 256 or dim % 8:
             raise ValueError(f"head dim must be a multiple of 8 from 16 to 256, got {dim} in {name}")
 

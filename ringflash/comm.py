@@ -25,6 +25,8 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from itertools import product
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -296,6 +298,8 @@ def visits(
 
     def mine(group: Group) -> tuple[Tensor, Tensor]:
         (piece,) = group.pieces
+        if piece.begin == 0 and piece.end == k.shape[1]:
+            return k, v
         return k[:, piece.begin : piece.end], v[:, piece.begin : piece.end]
 
     def visiting(index: int) -> AbstractContextManager[object]:
@@ -343,6 +347,32 @@ def _pieces_of(
                 yield x[:, piece.place : piece.place + piece.end - piece.begin], theirs[:, piece.begin : piece.end]
 
 
+@lru_cache(maxsize=4096)
+def _moves(plan: Plan, group: Group, batches: int, k_row: int, v_row: int) -> tuple[tuple[int, int, int, int], ...]:
+    """What a group is pulled by: `(source rank, place in the group's buffer, place in the source's, elements)`.
+
+    Both buffers are `_Packed`; `k_row`, `v_row`: elements of a row. Pieces that adjoin on both sides are one.
+    """
+    moves: list[tuple[int, int, int, int]] = []
+    for step in dict.fromkeys(piece.step for piece in group.pieces):
+        source = plan.source(step)
+        pieces = [piece for piece in group.pieces if piece.step == step]
+        begin_into = begin_from = 0
+        for row in (k_row, v_row):
+            for batch, piece in product(range(batches), pieces):
+                into = begin_into + (batch * group.rows + piece.place) * row
+                begin = begin_from + (batch * plan.rows[source] + piece.begin) * row
+                size = (piece.end - piece.begin) * row
+                last_source, last_into, last_begin, last_size = moves[-1] if moves else (-1, 0, 0, 0)
+                if (source, into, begin) == (last_source, last_into + last_size, last_begin + last_size):
+                    moves[-1] = (source, last_into, last_begin, last_size + size)
+                else:
+                    moves.append((source, into, begin, size))
+            begin_into += batches * group.rows * row
+            begin_from += batches * plan.rows[source] * row
+    return tuple(moves)
+
+
 class NvlinkTransport(CopyEngine):
     """Each rank pulls what it needs out of every source's buffer."""
 
@@ -352,23 +382,29 @@ class NvlinkTransport(CopyEngine):
     @contextmanager
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
         size = _Packed.size(k, v, max(plan.rows))
+        rows = (k.shape[0], k.shape[2] * k.shape[3], v.shape[2] * v.shape[3])
+        is_waited_for = False
         with span("publish K and V"), self.publishing(size, k.dtype) as buffer:
             for mine, packed in zip((k, v), _Packed.over(buffer, k, v).views(plan.rows[plan.rank]), strict=True):
                 packed.copy_(mine)
 
         def fetch(group: Group, into: _Packed | None) -> Pending:
+            nonlocal is_waited_for
+            is_waited_for = True
             with self.pulling(size, k.dtype) as published:
-                for step in dict.fromkeys(piece.step for piece in group.pieces):
-                    source = plan.source(step)
-                    shard = _Packed.over(published(source), k, v).views(plan.rows[source])
-                    for x, theirs in _pieces_of(group, step, into, shard):
-                        self.copy(x, theirs)
+                if into is not None:
+                    for source, place, begin, count in _moves(plan, group, *rows):
+                        self.copy(into.buffer[place : place + count], published(source)[begin : begin + count])
             return self.pulled()
 
         try:
             yield fetch
-        finally:  # what is freed now was allocated on the current stream: it must not be written to later
-            self.pulled().wait()
+        except BaseException:
+            is_waited_for = False
+            raise
+        finally:  # what is freed now was allocated on the current stream: it must not be read or written to later
+            if not is_waited_for:
+                self.pulled().wait()
 
 
 class _Passing:

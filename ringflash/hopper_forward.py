@@ -365,7 +365,10 @@ def _producer(
 # Kernel ------------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["n_q", "n_k", "n_blocks", "n_heads", "n_work", "heads_per_kv", "heads_together"])
+@gluon.jit(
+    do_not_specialize=["n_q", "n_k", "n_blocks", "n_heads", "n_work", "heads_per_kv", "heads_together"],
+    do_not_specialize_on_alignment=["lse"],  # of a few of very many batches
+)
 def forward_kernel(
     q_desc, k_desc, v_desc, out, lse, ranges, seen,
     stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,

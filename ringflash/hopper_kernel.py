@@ -32,6 +32,8 @@ from .gluon_compat import TensorDescriptor, gl
 from .hopper_backward import backward_kernel
 from .hopper_forward import forward_kernel
 from .launch import (
+    Kind,
+    Launch,
     aligned,
     count_blocks,
     count_multiprocessors,
@@ -58,12 +60,15 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 @triton.jit(do_not_specialize=["n_q", "n_heads", "n_blocks"])
 def _start_kernel(
-    out, dout, lse, dlse, minus_lse, minus_delta,
+    out, dout, lse, dlse, minus_lse, minus_delta, dq,
     stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh, stride_lb, stride_lh, stride_ls,
     n_q, n_heads, n_blocks, scale,
-    DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_DLSE: tl.constexpr,
+    DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_DLSE: tl.constexpr, WITH_DQ: tl.constexpr,
 ):  # fmt: skip
-    """`-lse / scale` and `-delta = dlse - rowsum(dout * out)` of BLOCK rows. See Note [Rows of a whole tile]."""
+    """`-lse / scale` and `-delta = dlse - rowsum(dout * out)` of BLOCK rows, and a sum of dQ that is 0.
+
+    See Note [Rows of a whole tile]."""
     block = tl.program_id(0) % n_blocks
     head = tl.program_id(0) // n_blocks % n_heads
     batch = (tl.program_id(0) // n_blocks // n_heads).to(tl.int64)
@@ -84,6 +89,9 @@ def _start_kernel(
     padded_rows = first_row * n_blocks * BLOCK + rows
     tl.store(minus_lse + padded_rows, tl.where(lse_rows == NEG_INF, NEG_INF, -lse_rows / scale))
     tl.store(minus_delta + padded_rows, result)
+    if WITH_DQ:
+        tile = dq + tl.program_id(0).to(tl.int64) * (BLOCK * BLOCK_D)
+        tl.store(tile + tl.arange(0, BLOCK * BLOCK_D), tl.zeros([BLOCK * BLOCK_D], tl.float32))
 
 
 @triton.jit(do_not_specialize=["n_q", "n_heads", "tiles"])
@@ -177,44 +185,54 @@ def _padded(dim: int) -> int:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
     """As `reference.forward`, of tensors that are not empty."""
-    q, k, v = map(aligned, (q, k, v))
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    device, is_full = q.device, visit.mask.is_full
+    launch = _forward_launch(Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out), is_full, scale, first, device)
+    ranges = ranges_of(visit, "queries", forward_tile(q.shape[3], v.shape[3]).block_q, device)
+    launch(q, k, v, into.out, into.lse, ranges, None if is_full else seen_rows_of(visit, device))
+
+
+@lru_cache(maxsize=1024)
+def _forward_launch(
+    q: Kind, k: Kind, v: Kind, out: Kind, is_full: bool, scale: float, first: bool, device: torch.device
+) -> Launch:
+    """A launch of `forward_kernel`, by all that its form depends on."""
     tile = forward_tile(q.shape[3], v.shape[3])
     n_batches, n_q, n_heads, _ = q.shape
+    _, n_k, kv_heads, v_dim = v.shape
     n_blocks = count_blocks(n_q, tile.block_q)
     n_work = n_batches * n_heads * n_blocks
-    stride_ob, stride_os, stride_oh, _ = into.out.stride()
-    forward_kernel[(_programs(n_work, n_blocks, visit.mask.is_full, q.device, in_ring=into.out.dtype != q.dtype),)](
-        q_desc=_descriptor(q, ROWS, tile.block_d),
-        k_desc=_descriptor(k, tile.block_k, tile.block_d),
-        v_desc=_descriptor(v, tile.block_k, tile.block_dv),
-        out=into.out,
-        lse=into.lse,
-        ranges=ranges_of(visit, "queries", tile.block_q, q.device),
-        seen=seen_rows_of(visit, q.device),
-        stride_ob=stride_ob,
-        stride_os=stride_os,
-        stride_oh=stride_oh,
-        n_q=n_q,
-        n_k=k.shape[1],
-        n_blocks=n_blocks,
-        n_heads=n_heads,
-        n_work=n_work,
-        heads_per_kv=n_heads // k.shape[2],
-        heads_together=heads_together(n_heads, k.shape[2], k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize),
-        scale_log2=scale * LOG2E,
-        ROWS=ROWS,
-        BLOCK_K=tile.block_k,
-        BLOCK_D=tile.block_d,
-        BLOCK_DV=tile.block_dv,
-        DV=v.shape[3],
-        STAGES=tile.stages,
-        CONSUMERS=tile.consumers,
-        MERGE=not first,
-        Q_IN_REGISTERS=tile.q_in_registers,
-        PINGPONG=tile.pingpong,
-        num_warps=4,
-        maxnreg=tile.registers,
-    )
+    numbers = {
+        "stride_ob": out.strides[0],
+        "stride_os": out.strides[1],
+        "stride_oh": out.strides[2],
+        "n_q": n_q,
+        "n_k": n_k,
+        "n_blocks": n_blocks,
+        "n_heads": n_heads,
+        "n_work": n_work,
+        "heads_per_kv": n_heads // kv_heads,
+        "heads_together": heads_together(n_heads, kv_heads, n_k * (q.shape[3] + v_dim) * k.dtype.itemsize),
+        "scale_log2": scale * LOG2E,
+        "ROWS": ROWS,
+        "BLOCK_K": tile.block_k,
+        "BLOCK_D": tile.block_d,
+        "BLOCK_DV": tile.block_dv,
+        "DV": v_dim,
+        "STAGES": tile.stages,
+        "CONSUMERS": tile.consumers,
+        "MERGE": not first,
+        "Q_IN_REGISTERS": tile.q_in_registers,
+        "PINGPONG": tile.pingpong,
+    }
+    boxes = {
+        "q_desc": _descriptor(q, ROWS, tile.block_d),
+        "k_desc": _descriptor(k, tile.block_k, tile.block_d),
+        "v_desc": _descriptor(v, tile.block_k, tile.block_dv),
+    }
+    programs = _programs(n_work, n_blocks, is_full, device, in_ring=out.dtype != q.dtype)
+    tensors = ("out", "lse", "ranges", "seen")
+    return Launch(forward_kernel, (programs,), boxes, tensors, numbers, num_warps=4, maxnreg=tile.registers)
 
 
 def _programs(n_work: int, n_blocks: int, even: bool, device: torch.device, *, in_ring: bool) -> int:
@@ -226,7 +244,6 @@ def _programs(n_work: int, n_blocks: int, even: bool, device: torch.device, *, i
     return n_work
 
 
-@lru_cache(maxsize=1024)
 def heads_together(n_heads: int, kv_heads: int, head_bytes: int) -> int:
     """How many query heads run side by side: those of as many key/value heads, a power of two, as fit in L2.
 
@@ -265,40 +282,46 @@ def start_backward(
     n_batches, n_q, n_heads, head_dim = q.shape
     tiles = count_blocks(n_q, tile.block_q)
     out, dout = aligned(result.out), aligned(dout)
-    lse = result.lse.contiguous()
-    rows = torch.empty(2, n_batches, n_heads, tiles * tile.block_q, dtype=torch.float32, device=q.device)
+    rows = q.new_empty((2, n_batches, n_heads, tiles * tile.block_q), dtype=torch.float32)
     dq_shape = n_batches, n_heads, tiles, tile.block_q * tile.block_d
-    dq = torch.zeros(dq_shape, dtype=torch.float32, device=q.device) if with_dq else None
-    stride_ob, stride_os, stride_oh, _ = out.stride()
-    stride_db, stride_ds, stride_dh, _ = dout.stride()
-    stride_lb, stride_lh, stride_ls = (0, 0, 0) if dlse is None else dlse.stride()
-    _start_kernel[(n_batches * n_heads * tiles,)](
-        out=out,
-        dout=dout,
-        lse=lse,
-        dlse=dlse,
-        minus_lse=rows[0],
-        minus_delta=rows[1],
-        stride_ob=stride_ob,
-        stride_os=stride_os,
-        stride_oh=stride_oh,
-        stride_db=stride_db,
-        stride_ds=stride_ds,
-        stride_dh=stride_dh,
-        stride_lb=stride_lb,
-        stride_lh=stride_lh,
-        stride_ls=stride_ls,
-        n_q=n_q,
-        n_heads=n_heads,
-        n_blocks=tiles,
-        scale=scale,
-        DV=dout.shape[3],
-        BLOCK=tile.block_q,
-        BLOCK_DV=tile.block_dv,
-        HAS_DLSE=dlse is not None,
-        num_warps=4,
-    )
-    return Started(rows[0], rows[1], dq, n_q, head_dim, dout.shape[3], scale, q.dtype)
+    dq = q.new_empty(dq_shape, dtype=torch.float32) if with_dq else None
+    lse_strides = None if dlse is None else dlse.stride()
+    launch = _start_launch(Kind.of(out), Kind.of(dout), lse_strides, head_dim, with_dq, scale, q.device)
+    minus_lse, minus_delta = rows.unbind()
+    launch(out, dout, result.lse.contiguous(), dlse, minus_lse, minus_delta, dq)
+    return Started(minus_lse, minus_delta, dq, n_q, head_dim, dout.shape[3], scale, q.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _start_launch(
+    out: Kind,
+    dout: Kind,
+    lse_strides: tuple[int, ...] | None,
+    head_dim: int,
+    with_dq: bool,
+    scale: float,
+    device: torch.device,
+) -> Launch:
+    """A launch of `_start_kernel`, by all that its form depends on."""
+    tile = backward_tile(head_dim, out.shape[3])
+    n_batches, n_q, n_heads, v_dim = out.shape
+    tiles = count_blocks(n_q, tile.block_q)
+    strides = zip("odl", (out.strides, dout.strides, lse_strides or (0, 0, 0)), ("bsh", "bsh", "bhs"), strict=True)
+    numbers = {
+        **{f"stride_{x}{axis}": n for x, of, axes in strides for axis, n in zip(axes, of, strict=False)},
+        "n_q": n_q,
+        "n_heads": n_heads,
+        "n_blocks": tiles,
+        "scale": scale,
+        "DV": v_dim,
+        "BLOCK": tile.block_q,
+        "BLOCK_D": tile.block_d,
+        "BLOCK_DV": tile.block_dv,
+        "HAS_DLSE": lse_strides is not None,
+        "WITH_DQ": with_dq,
+    }
+    tensors = ("out", "dout", "lse", "dlse", "minus_lse", "minus_delta", "dq")
+    return Launch(_start_kernel, (n_batches * n_heads * tiles,), {}, tensors, numbers, num_warps=4)
 
 
 def backward(
@@ -313,67 +336,99 @@ def backward(
     first: bool,
 ) -> None:
     """As `reference.backward`, of tensors that are not empty. Sums of dK and dV: Note [Long sums] of launch.py."""
-    q, k, v, dout = map(aligned, (q, k, v, dout))
-    tile = backward_tile(q.shape[3], v.shape[3])
-    n_batches, n_q, n_heads, _ = q.shape
-    kv_heads = k.shape[2]
+    q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
+    device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(dout))
+    block_k = backward_tile(q.shape[3], v.shape[3]).block_k
+    seen = seen_rows_of(visit, device)
     dk, dv = take_dkv()
-    launches = launches_of(n_q, heads=n_heads // kv_heads)
+    launches = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
     with sums_of(launches, dk, dv, contiguous=True) as (total_dk, total_dv):
         for first_head, heads, low, high in launches:
-            backward_kernel[(count_blocks(k.shape[1], tile.block_k), kv_heads, n_batches)](
-                q_desc=_descriptor(q, tile.block_q, tile.block_d),
-                k_desc=_descriptor(k, tile.block_k, tile.block_d),
-                v_desc=_descriptor(v, tile.block_k, tile.block_dv),
-                dout_desc=_descriptor(dout, tile.block_q, tile.block_dv),
-                lse=state.minus_lse,
-                delta=state.minus_delta,
-                dq=state.dq,
-                dk=total_dk,
-                dv=total_dv,
-                ranges=_query_ranges(visit, tile.block_k, low, high, q.device),
-                seen=seen_rows_of(visit, q.device),
-                n_q=n_q,
-                n_k=k.shape[1],
-                n_tiles_q=state.minus_lse.shape[2] // tile.block_q,
-                heads_per_kv=n_heads // kv_heads,
-                first_head=first_head,
-                heads=heads,
-                scale=scale,
-                D=q.shape[3],
-                DV=v.shape[3],
-                BLOCK_Q=tile.block_q,
-                BLOCK_K=tile.block_k,
-                BLOCK_D=tile.block_d,
-                BLOCK_DV=tile.block_dv,
-                STAGES=tile.stages,
-                ADD=not first or first_head > 0 or low > 0,
-                WITH_DQ=state.dq is not None,
-                ds_layout=_layout((tile.block_k, tile.block_q), q.dtype),
-                num_warps=4,
-                maxnreg=168,
+            add = not first or first_head > 0 or low > 0
+            launch = _backward_launch(
+                *kinds, total_dk.dtype, seen is not None, state.dq is not None, first_head, heads, add, scale, device
             )
+            ranges = _query_ranges(visit, block_k, low, high, device)
+            rows = state.minus_lse, state.minus_delta
+            launch(q, k, v, dout, *rows, state.dq, total_dk, total_dv, ranges, seen)
+
+
+@lru_cache(maxsize=1024)
+def _backward_launch(
+    q: Kind,
+    k: Kind,
+    v: Kind,
+    dout: Kind,
+    sums: torch.dtype,
+    has_table: bool,
+    with_dq: bool,
+    first_head: int,
+    heads: int,
+    add: bool,
+    scale: float,
+    device: torch.device,
+) -> Launch:
+    """A launch of `backward_kernel`, by all that its form depends on."""
+    tile = backward_tile(q.shape[3], v.shape[3])
+    n_batches, n_q, n_heads, head_dim = q.shape
+    _, n_k, kv_heads, v_dim = v.shape
+    numbers = {
+        "n_q": n_q,
+        "n_k": n_k,
+        "n_tiles_q": count_blocks(n_q, tile.block_q),
+        "heads_per_kv": n_heads // kv_heads,
+        "first_head": first_head,
+        "heads": heads,
+        "scale": scale,
+        "D": head_dim,
+        "DV": v_dim,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k,
+        "BLOCK_D": tile.block_d,
+        "BLOCK_DV": tile.block_dv,
+        "STAGES": tile.stages,
+        "ADD": add,
+        "WITH_DQ": with_dq,
+        "ds_layout": _layout((tile.block_k, tile.block_q), q.dtype),
+    }
+    boxes = {
+        "q_desc": _descriptor(q, tile.block_q, tile.block_d),
+        "k_desc": _descriptor(k, tile.block_k, tile.block_d),
+        "v_desc": _descriptor(v, tile.block_k, tile.block_dv),
+        "dout_desc": _descriptor(dout, tile.block_q, tile.block_dv),
+    }
+    grid = (count_blocks(n_k, tile.block_k), kv_heads, n_batches)
+    tensors = ("lse", "delta", "dq", "dk", "dv", "ranges", "seen")
+    return Launch(backward_kernel, grid, boxes, tensors, numbers, num_warps=4, maxnreg=168)
 
 
 def finish_backward(state: Started) -> Tensor:
     """dQ `(b, s, h, d)`, contiguous."""
     assert state.dq is not None
-    tile = backward_tile(state.head_dim, state.v_dim)
-    n_batches, n_heads, tiles, _ = state.dq.shape
-    dq = torch.empty(n_batches, state.n_q, n_heads, state.head_dim, dtype=state.dtype, device=state.dq.device)
-    _finish_kernel[(n_batches * n_heads * tiles,)](
-        total=state.dq,
-        dq=dq,
-        n_q=state.n_q,
-        n_heads=n_heads,
-        tiles=tiles,
-        scale=state.scale,
-        D=state.head_dim,
-        BLOCK_Q=tile.block_q,
-        BLOCK_D=tile.block_d,
-        num_warps=4,
-    )
+    shape = state.dq.shape[0], state.n_q, state.dq.shape[1], state.head_dim
+    dq = state.dq.new_empty(shape, dtype=state.dtype)
+    _finish_launch(shape, state.v_dim, state.scale, state.dtype, dq.device)(state.dq, dq)
     return dq
+
+
+@lru_cache(maxsize=1024)
+def _finish_launch(
+    shape: tuple[int, int, int, int], v_dim: int, scale: float, dtype: torch.dtype, device: torch.device
+) -> Launch:
+    """A launch of `_finish_kernel`, by all that its form depends on."""
+    n_batches, n_q, n_heads, head_dim = shape
+    tile = backward_tile(head_dim, v_dim)
+    tiles = count_blocks(n_q, tile.block_q)
+    numbers = {
+        "n_q": n_q,
+        "n_heads": n_heads,
+        "tiles": tiles,
+        "scale": scale,
+        "D": head_dim,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_D": tile.block_d,
+    }
+    return Launch(_finish_kernel, (n_batches * n_heads * tiles,), {}, ("total", "dq"), numbers, num_warps=4)
 
 
 @lru_cache(maxsize=256)
@@ -392,19 +447,9 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for(list(shape), DTYPES[dtype])
 
 
-def _descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """`[rows, cols]` tiles of a head of `x`; past its end come zeros."""
-    checked = _checked_descriptor(x.shape, x.stride(), x.dtype, rows, cols)
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(checked.__dict__, base=x)
-    return descriptor
-
-
-@lru_cache(maxsize=1024)
-def _checked_descriptor(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, cols: int
-) -> TensorDescriptor:
-    """A descriptor of no memory. Its constructor checks for longer than a launcher may take, so once for each kind."""
-    nothing = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+def _descriptor(x: Kind, rows: int, cols: int) -> TensorDescriptor:
+    """`[rows, cols]` tiles of a head of tensors of that kind, a descriptor of no memory; past the end come zeros."""
+    nothing = torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta")
+    strides = tma_strides(x.shape, x.strides)
     box = [1, rows, 1, cols]
-    return TensorDescriptor(nothing, list(shape), tma_strides(shape, strides), box, _layout((1, rows, 1, cols), dtype))
+    return TensorDescriptor(nothing, list(x.shape), strides, box, _layout((1, rows, 1, cols), x.dtype))

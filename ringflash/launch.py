@@ -1,4 +1,4 @@
-"""What launchers of kernels share: launches that sum over few rows, tables on the device, tensors as TMA takes them.
+"""What launchers share: launches that recur, sums over few rows, tables on the device, tensors as TMA takes them.
 
 Note [Long sums]. Tensor cores truncate when they accumulate, so a sum's error grows with its length: on an H200, dK
 over 4 heads x 65536 queries was 1.4 times as wrong in fp16 as over one head's, dQ over a million keys 1.13 times as
@@ -6,10 +6,10 @@ wrong in bf16 as FlashAttention-2's. So one launch backward sums over LONGEST_SU
 memory, which rounds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,63 @@ from .plan import TABLE_BYTES, Visit, keep_by_bytes
 
 LONGEST_SUM = 2**16  # rows: see Note [Long sums]
 MOST_BATCHES = 2**16 - 1  # of one launch: what CUDA takes as a grid's second or third dimension
+
+
+class Kind(NamedTuple):
+    """What a launch must know of a tensor beside its address."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Tensor) -> "Kind":
+        return Kind(x.shape, x.stride(), x.dtype)
+
+
+class Launch:
+    """A launch of a kernel that recurs with other tensors of the same kinds: grid, numbers and options are kept.
+
+    Triton asks at every launch what each argument is, to find the form of the kernel that it compiled for that: most
+    of a launch's time on the host (73 us, and 26 without, on a machine with an H200). So the form is kept too. Whoever
+    keeps a launch keeps it for tensors that Triton takes for the same: kinds, and addresses in multiples of 16.
+
+    Args:
+        kernel: jitted; its arguments are tensors first, those of `boxes` first of all, then `numbers`.
+        boxes: for each tensor that goes by TMA a descriptor of no memory; `tensors`: the names of the others.
+        numbers: the other arguments; `options`: what Triton compiles with.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        boxes: Mapping[str, Any],
+        tensors: tuple[str, ...],
+        numbers: Mapping[str, Any],
+        **options: Any,
+    ):
+        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+        self.boxes = [(type(box), vars(box)) for box in boxes.values()]
+        self.tensors, self.numbers, self.options = (*boxes, *tensors), numbers, options
+        self.run: Callable[..., object] | None = None
+        self.values: list[Any] = []
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        arguments: list[Any] = list(tensors)
+        for i, (kind, box) in enumerate(self.boxes):  # its constructor checks for longer than a launch may take
+            arguments[i] = descriptor = object.__new__(kind)
+            descriptor.__dict__ = {**box, "base": tensors[i]}
+        if self.run is not None:
+            self.run(*arguments, *self.values)
+            return
+        named = zip(self.tensors, arguments, strict=True)
+        form = self.kernel[self.grid](**dict(named), **self.numbers, **self.options)
+        if form is not None:  # an interpreted kernel has none
+            names = self.kernel.arg_names
+            assert tuple(names[: len(arguments)]) == self.tensors
+            self.values = [self.numbers[name] for name in names[len(arguments) :]]
+            self.run = form[self.grid]
 
 
 @lru_cache

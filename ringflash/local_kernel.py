@@ -40,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import launch
 from .launch import (
     aligned,
     batches_of,
@@ -671,6 +672,7 @@ def _find_gluon() -> bool:
 HAS_GLUON = _find_gluon()
 
 
+@lru_cache(maxsize=1024)
 def kernel_of(
     which: Literal["forward", "backward"],
     head_dim: int,
@@ -732,9 +734,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
             into.out.zero_()
             into.lse.fill_(NEG_INF.value)
         return
-    parts = batches_of(q)
-    if len(parts) > 1:
-        for part in parts:
+    if q.shape[0] > launch.MOST_BATCHES:
+        for part in batches_of(q):
             total = Partial(into.out[part], into.lse[part])
             forward(q[part], k[part], v[part], visit, scoring.of(part), total, first)
         return
@@ -788,10 +789,9 @@ def backward(
         for result in results if first else ():
             result.zero_()
         return
-    parts = batches_of(q)
-    if len(parts) > 1:
+    if q.shape[0] > launch.MOST_BATCHES:
         dk, dv = take_dkv()
-        for part in parts:
+        for part in batches_of(q):
             inputs = (x[part] for x in (q, k, v, dout))
             backward(*inputs, state.of(part), visit, scoring.of(part), lambda part=part: (dk[part], dv[part]), first)
     elif isinstance(state, Started):
@@ -847,9 +847,8 @@ def _compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty(b, h, s, dtype=torch.float32, device=out.device)
     if delta.numel() == 0:
         return delta
-    parts = batches_of(out)
-    if len(parts) > 1:
-        for part in parts:
+    if b > launch.MOST_BATCHES:
+        for part in batches_of(out):
             delta[part] = _compute_delta(out[part], dout[part], None if dlse is None else dlse[part])
         return delta
     out, dout = aligned(out), aligned(dout)

@@ -139,7 +139,7 @@ class Mask:
         if queries is not None and queries[-1] != query_len:
             raise ValueError(f"cu_seqlens_q must end at the number of queries {query_len}, got {queries[-1]}")
 
-    @property
+    @cached_property
     def is_full(self) -> bool:
         """Does every query see every key?"""
         return not any(field is not None for field in self._key)

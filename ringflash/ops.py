@@ -301,7 +301,7 @@ def attend(*inputs) -> tuple[Tensor, Tensor]:
     """`(out, lse)`, by the operator where somebody looks at operators: a compiler, a tracer, a dispatch mode (selective
     checkpointing, fake tensors), a subclass of Tensor. Else by the same functions without its dispatch, which takes
     the host several times as long as the launch of a kernel."""
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    tensors = [x for x in inputs[:6] if x is not None]  # documents, the others, are ours
     if torch.compiler.is_compiling() or _is_watched() or any(type(x) not in (Tensor, Parameter) for x in tensors):
         return attention(*inputs)[:2]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

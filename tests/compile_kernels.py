@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 import triton
+from hopper_emulation import forget_launches
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -140,6 +141,7 @@ def compile_hopper(
     visit = plan_one(Mask() if full else Mask(right=0), 64, 64).visits[0]
     assert visit is not None
     recorder = Recorder()
+    forget_launches()
     with patch.multiple(hopper_kernel, forward_kernel=recorder, backward_kernel=recorder):
         if kernel == "forward":
             function = FORWARD_KERNEL
@@ -165,7 +167,8 @@ def compile_hopper(
             signature[name] = f"*{DTYPE_NAMES.get(value.dtype, 'i32')}"
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if signature[name].startswith("*") or name.startswith("stride_"):
+        pointer = signature[name].startswith("*") and not parameter.do_not_specialize_on_alignment
+        if pointer or name.startswith("stride_"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(function, signature, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

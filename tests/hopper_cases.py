@@ -28,6 +28,7 @@ def doubles(monkeypatch) -> tuple[emulation.Double, emulation.Double]:
     monkeypatch.setattr(hopper_kernel, "forward_kernel", forward)
     monkeypatch.setattr(hopper_kernel, "backward_kernel", backward)
     monkeypatch.setattr(local_kernel, "capability_of", lambda device: (9, 0))
+    emulation.forget_launches()
     return forward, backward
 
 

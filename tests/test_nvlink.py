@@ -7,7 +7,7 @@ that it needs of its peers.
 
 import random
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
@@ -88,7 +88,7 @@ class SharedMemory:
 
 
 class NoStream:
-    """A stream on which everything is done at once."""
+    """A stream on which everything is done at once, and its events."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -99,7 +99,10 @@ class NoStream:
     def record_event(self) -> "NoStream":
         return self
 
-    def wait(self) -> None:
+    def record(self, _: "NoStream") -> None:
+        pass
+
+    def wait(self, _: "NoStream | None" = None) -> None:
         pass
 
 
@@ -118,7 +121,8 @@ def nvlink_on_cpus(most_delay: float = 0.0):
         patch.setattr(comm, "make_transport", lambda name, group, device: NvlinkTransport(group, device))
         patch.setattr(torch.cuda, "Stream", NoStream)
         patch.setattr(torch.cuda, "current_stream", NoStream)
-        patch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        patch.setattr(torch.cuda, "Event", NoStream)
+        patch.setattr(torch.cuda, "set_stream", lambda _: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "synchronize", lambda _: None)
         yield
@@ -236,14 +240,14 @@ def test_a_rank_can_be_looped_back_on_itself(workers):
 
 
 def rows_copied(seq_len: int, layout: str, **mask: Any) -> int:
-    """Key rows that this rank pulls in one forward pass."""
+    """Key rows that this rank pulls in one forward pass: elements of one head of K and V, 16 each."""
     copied, copy = [], NvlinkTransport.copy
     with nvlink_on_cpus(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NvlinkTransport, "copy", lambda self, into, x: copied.append(x.shape[1]) or copy(self, into, x))
+        patch.setattr(NvlinkTransport, "copy", lambda self, into, x: copied.append(x.numel()) or copy(self, into, x))
         q, k, v, *_ = (shard(x, group=world(), layout=layout) for x in random_inputs(1, seq_len, 2, 16, kv_heads=1)[:3])
         ring_attention(q, k, v, group=world(), layout=layout, seq_len=seq_len, **mask)
         release_buffers(world())
-    return sum(copied) // 2
+    return sum(copied) // (2 * 16)
 
 
 def test_no_row_is_pulled_that_is_not_seen(workers):
