@@ -6,9 +6,9 @@
     ring-flash-attn-fa2, -fa4   ring_flash_attn 0.1.8 (to install by hand), with PyTorch's FlashAttention-2 or with
                                 FlashAttention-4 as its kernel
 
-The kernel of `ulysses` and `all-gather` is ringflash's own. Each holds the rows of a layout: zigzag under a causal mask
-(ulysses: contiguous, since it ends with whole sequences), else contiguous. Tensors are `(b, s, h, d)`. They want the
-same number of rows on every rank, and CUDA tensors in a group of NCCL.
+The kernel of `ulysses` and `all-gather` is ringflash's own; it waits for their transfers. A contender holds the rows
+of a layout: zigzag under a causal mask (ulysses: contiguous, since it ends with whole sequences), else contiguous. It
+wants the same number of rows on every rank, and CUDA tensors in a group of NCCL. Tensors are `(b, s, h, d)`.
 """
 
 import importlib
@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peers import LOADERS, MASKS, WORK, Inputs, passes_of, reason
 from ringflash import flash_attention, ops, ring_attention, shard
-from ringflash.layout import Run, layout_runs, put_rows, take_rows
+from ringflash.layout import Run, layout_runs, put_rows
 from ringflash.plan import Plan, Visit
 from world import World
 
@@ -178,7 +178,10 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, attend
     """
     ranks, heads, kv_heads = dist.get_world_size(group), q.shape[2], k.shape[2]
     if heads % ranks or max(kv_heads, ranks) % min(kv_heads, ranks):
-        raise ValueError(f"ulysses shares heads out: {ranks} ranks want other numbers than {heads} and {kv_heads}")
+        raise ValueError(
+            f"{ranks} ranks must divide the {heads} query heads, and divide the {kv_heads} key/value heads or be a "
+            "multiple of them"
+        )
     if kv_heads < ranks:
         k, v = (x.repeat_interleave(ranks // kv_heads, dim=2) for x in (k, v))
 
@@ -223,7 +226,11 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dk: Tensor, dv: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        shards = torch.stack([torch.stack([take_rows(x, runs, dim=1) for x in (dk, dv)]) for runs in ctx.runs])
+        b, s, g, d = dk.shape
+        shards = dk.new_empty(len(ctx.runs), 2, b, s // len(ctx.runs), g, d)
+        for places, runs in zip(shards, ctx.runs, strict=True):
+            for x, place in zip((dk, dv), places, strict=True):
+                torch.cat([x[:, run.start : run.start + run.length] for run in runs], dim=1, out=place)
         mine = torch.empty_like(shards[0])
         _reduce_scatter(mine, shards.flatten(0, 1), group=ctx.group)
         return mine[0], mine[1], None, None

@@ -63,7 +63,7 @@ def errors(name: str, shape: Shape, mask: str, dtype: torch.dtype = torch.float3
 )
 def test_contenders_equal_dense_attention(workers, name, ranks, shape, mask):
     if name == "ulysses" and shape.g == 3:
-        shape = shape._replace(g=1)  # heads are shared out: 3 are no multiple or part of 2
+        shape = shape._replace(g=1)  # of 2 ranks neither gets a whole number of 3 key/value heads
     for found in workers(ranks).run(errors, name, shape, mask):
         assert set(found) == set(NAMES) and max(found.values()) < 1e-5
 
@@ -128,7 +128,7 @@ def test_a_contender_that_is_wrong_on_one_rank_is_timed_on_none(workers):
 @pytest.mark.parametrize(
     "name, shape, why",
     [
-        ("ulysses", Shape(1, 3, 3, 32, 16), "2 ranks want other numbers than 3 and 3"),
+        ("ulysses", Shape(1, 3, 3, 32, 16), "2 ranks must divide the 3 query heads"),
         ("all-gather", Shape(1, 2, 2, 34, 16), "all-gather wants a length that 4 divides, got 34"),
         ("context-parallel-cudnn-alltoall", Shape(1, 2, 2, 32, 16), "RuntimeError"),  # on a CPU
     ],
