@@ -1,4 +1,4 @@
-"""Write the measured tables of README.md from the CSVs in results/: no number there is typed by hand.
+"""Write the measured tables of README.md and docs/ from the CSVs in results/: no number there is typed by hand.
 
     python scripts/readme_tables.py
 
@@ -154,28 +154,98 @@ def bench_ring(rows: list[Row]) -> str:
     return table(header, lines) + "\n\n" + origins(rows)
 
 
-TABLES: dict[str, Callable[[list[Row]], str]] = {
+def ring_efficiency(rows: list[Row], emulated: list[Row]) -> str:
+    """Efficiency of rings beside others' and beside what a ring's kernels alone would reach; a table for each mask and
+    number of GPUs."""
+    passes = "forward", "forward+backward"
+    problem = "b", "h", "g", "s", "d", "dtype", "mask"
+    case = "device", "ranks", *problem
+    rows = [row for row in rows if row["layout"] and row["efficiency"]]
+    rows = [
+        *last_run((row for row in rows if row["implementation"] == "ringflash"), *case, "transport"),
+        *last_run((row for row in rows if row["implementation"] != "ringflash"), *case),
+    ]
+    alone = {
+        tuple(row[name] for name in ("device", "world", *problem, "layout", "pass")): row
+        for row in last_run(emulated, "device", "world", *problem, "layout")
+    }
+    emulations: list[Row] = []
+
+    def kernels_alone(row: Row) -> Row | None:
+        """As if the ring of `row` took just as long as its emulation; by the one-GPU time that `row` goes by."""
+        emulation = alone.get(tuple(row[name] for name in (*case, "layout", "pass")))
+        if emulation is None:
+            return None
+        emulations.append(emulation)
+        efficiency = float(row["efficiency"]) * float(row["median_ms"]) / float(emulation["median_ms"])
+        return row | {"transport": "kernels alone", "efficiency": str(efficiency)}
+
+    def label(row: Row) -> str:
+        how = [row["transport"]] if row["implementation"] == "ringflash" else []
+        return ", ".join([row["implementation"], row["layout"], *how])
+
+    rings = [row for row in rows if row["implementation"] == "ringflash"]
+    rows = [*filter(None, map(kernels_alone, rings)), *rows]
+    tables = []
+    for (_, ranks, dtype, mask), group in group_by(rows, "device", "ranks", "dtype", "mask").items():
+        found = {(label(row), shape(row), row["pass"]): float(row["efficiency"]) for row in group}
+        shapes = list(dict.fromkeys(map(shape, sorted(group, key=lambda row: int(row["s"])))))
+        lines = [
+            [name, *(cell([found.get((name, column, which)) for which in passes], 2) for column in shapes)]
+            for name in dict.fromkeys(map(label, group))
+        ]
+        tables.append(table([f"{ranks} GPUs, {dtype} {mask}; b h/g s d:", *shapes], lines))
+    measured = [row for row in rows if row["transport"] != "kernels alone"]
+    tables.append(origins(measured) + (f"\nKernels alone: {origins(emulations)}" if emulations else ""))
+    return "\n\n".join(tables)
+
+
+def accuracy_ring(rows: list[Row]) -> str:
+    case = "device", "process_group", "b", "h", "g", "s", "d", "dtype", "mask"
+    names = [name for name in NAMES if name != "lse"]
+    rows = [row for row in last_run(rows, *case) if row["passed"]]
+
+    def line(row: Row) -> list[str]:
+        errors = [float(row[f"{name}_error"]) for name in names]
+        yardsticks = [float(row[f"{name}_fa2"] or 0) for name in names]
+        ratio = max((ours / theirs for ours, theirs in zip(errors, yardsticks, strict=True) if theirs), default=None)
+        return [
+            *(f"{shape(row)} {row['dtype']} {row['mask']}", row["ranks"]),
+            ", ".join(filter(None, (row["implementation"], row["layout"]))),
+            *(f"{error:.2e}" for error in errors),
+            cell([ratio], 3),
+        ]
+
+    return table(["b h/g s d", "GPUs", "", *names, "x FA-2's"], map(line, rows)) + "\n\n" + origins(rows)
+
+
+TABLES: dict[str, Callable[..., str]] = {
     "check_local": check_local,
     "check_ring": check_ring,
     "bench_local": bench_local,
     "bench_ring": bench_ring,
+    "ring_efficiency": ring_efficiency,
+    "accuracy_ring": accuracy_ring,
 }
+SOURCES = {"ring_efficiency": ("bench_ring", "emulate_ring")}  # the CSVs of a table, where it has not its own name
+PLACES = ("README.md", "docs/ring_measured.md")
 
 
-def render(readme: str, results: Path) -> str:
-    """The README with each of its tables written anew. Raises `KeyError` for a table that nothing here writes."""
+def render(text: str, results: Path) -> str:
+    """The text with each of its tables written anew. Raises `KeyError` for a table that nothing here writes."""
 
     def fill(match: re.Match[str]) -> str:
-        rows = [row for row in read_rows(results / f"{match['name']}.csv") if not row["device"].startswith("CPU")]
-        text = TABLES[match["name"]](rows) if rows else "Not measured yet."
-        return f"<!-- table:{match['name']} -->\n{text}\n<!-- /table:{match['name']} -->"
+        sources = [read_rows(results / f"{name}.csv") for name in SOURCES.get(match["name"], (match["name"],))]
+        sources = [[row for row in rows if not row["device"].startswith("CPU")] for rows in sources]
+        written = TABLES[match["name"]](*sources) if sources[0] else "Not measured yet."
+        return f"<!-- table:{match['name']} -->\n{written}\n<!-- /table:{match['name']} -->"
 
-    return re.sub(r"<!-- table:(?P<name>\w+) -->\n.*?<!-- /table:(?P=name) -->", fill, readme, flags=re.DOTALL)
+    return re.sub(r"<!-- table:(?P<name>\w+) -->\n.*?<!-- /table:(?P=name) -->", fill, text, flags=re.DOTALL)
 
 
 def main() -> None:
-    path = ROOT / "README.md"
-    path.write_text(render(path.read_text(), ROOT / "results"))
+    for path in (ROOT / place for place in PLACES):
+        path.write_text(render(path.read_text(), ROOT / "results"))
 
 
 if __name__ == "__main__":

@@ -57,13 +57,16 @@ def test_shell_scripts_are_executable_and_parse(script: str):
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
 
 
-def test_tables_are_what_results_give():
-    written = readme_tables.render(README, ROOT / "results")
-    assert written == README, "results/ has rows that the README does not show: run python scripts/readme_tables.py"
+@pytest.mark.parametrize("place", readme_tables.PLACES)
+def test_tables_are_what_results_give(place: str):
+    text = (ROOT / place).read_text()
+    written = readme_tables.render(text, ROOT / "results")
+    assert written == text, f"results/ has rows that {place} does not show: run python scripts/readme_tables.py"
 
 
 def test_every_table_that_can_be_written_has_a_place():
-    assert re.findall(r"<!-- table:(\w+) -->", README) == list(readme_tables.TABLES)
+    places = "".join((ROOT / place).read_text() for place in readme_tables.PLACES)
+    assert re.findall(r"<!-- table:(\w+) -->", places) == list(readme_tables.TABLES)
 
 
 ORIGIN = {"date": "2031-01-02T03:04:05Z", "commit": "abc", "device": "A GPU", "torch": "9.9", "triton": "8.8"}
@@ -127,6 +130,46 @@ def test_ring_table_has_one_line_for_each_ring(tmp_path: Path):
     line = "ringflash, zigzag | 2.00 / 2.00 | 350 / 350 | peer | 1.90 / 1.90 | 0.95 / 0.95 | 1234 |"
     assert f"| 1 4/2 64 128 bf16 causal | 2 | nvlink | {line}" in text
     assert text.count("peer") == 1 and "other" not in text
+
+
+def test_efficiency_table_puts_others_and_the_kernels_alone_beside_the_ring(tmp_path: Path):
+    def row(name: str, which: str, efficiency: str, **changes: str) -> dict[str, str]:
+        who = {"implementation": name, "layout": "zigzag", "ranks": "2", "transport": "nvlink"}
+        return ORIGIN | CASE | who | {"pass": which, "median_ms": "4.0", "efficiency": efficiency} | changes
+
+    rows = [
+        *(row("ringflash", "forward", "0.9"), row("ringflash", "forward+backward", "0.8")),
+        *(row("other", "forward", "0.7"), row("other", "forward+backward", "")),
+        *(row("absent", "forward", ""), row("one", "forward", "1.0", layout="", ranks="1")),
+        row("ringflash", "forward", "0.85", s="32"),
+        row("ringflash", "forward", "0.6", ranks="4"),
+    ]
+    emulated = ORIGIN | CASE | {"world": "2", "layout": "zigzag", "pass": "forward", "median_ms": "3.75"}
+    write_csv(tmp_path / "bench_ring.csv", rows)
+    write_csv(tmp_path / "emulate_ring.csv", [emulated | {"date": "2030-01-01T00:00:00Z", "median_ms": "9"}, emulated])
+    text = readme_tables.render("<!-- table:ring_efficiency -->\n<!-- /table:ring_efficiency -->", tmp_path)
+    two, four = text.index("| 2 GPUs, bf16 causal; b h/g s d: | 1 4/2 32 128 | 1 4/2 64 128 |"), text.index("| 4 GPUs")
+    assert "| ringflash, zigzag, kernels alone | - | 0.96 / - |" in text[two:four]  # 0.9 * 4 / 3.75
+    assert "| ringflash, zigzag, nvlink | 0.85 / - | 0.90 / 0.80 |" in text[two:four]
+    assert "| other, zigzag | - | 0.70 / - |" in text[two:four]
+    assert "| ringflash, zigzag, nvlink | 0.60 / - |" in text[four:]
+    assert "absent" not in text and "one," not in text
+
+
+def test_errors_of_rings_stand_beside_flash_attention_2s(tmp_path: Path):
+    def row(name: str, layout: str, ratio: float, passed: str) -> dict[str, str]:
+        errors = {f"{n}_error": str(2e-3 * ratio) if passed else "" for n in ("out", "dq", "dk", "dv")}
+        yardstick = {f"{n}_fa2": "2e-3" for n in ("out", "dq", "dk", "dv")}
+        who = {"process_group": "nccl", "implementation": name, "layout": layout, "ranks": "2"}
+        return ORIGIN | CASE | who | errors | yardstick | {"passed": passed}
+
+    rows = [row("ringflash", "zigzag", 1.02, "True"), row("other", "zigzag", 1.5, "False"), row("absent", "", 1, "")]
+    rows[0]["dk_error"] = "2.1e-3"
+    write_csv(tmp_path / "accuracy_ring.csv", rows)
+    text = readme_tables.render("<!-- table:accuracy_ring -->\n<!-- /table:accuracy_ring -->", tmp_path)
+    assert "| ringflash, zigzag | 2.04e-03 | 2.04e-03 | 2.10e-03 | 2.04e-03 | 1.050 |" in text
+    assert "| other, zigzag | 3.00e-03 | 3.00e-03 | 3.00e-03 | 3.00e-03 | 1.500 |" in text
+    assert "absent" not in text
 
 
 def test_missing_results_say_so(tmp_path: Path):

@@ -148,10 +148,11 @@ def test_check_ring_fails_on_every_rank_when_one_is_wrong(workers, tmp_path):
 def test_bench_ring_compares_two_ranks_with_the_fastest_single_one(tmp_path):
     options = ["--shapes", "1,2,1,64,16", "--rounds", "3", "--round-ms", "1", "--device", "cpu", "--out", str(tmp_path)]
     choice = ["--baselines", "ringflash", "sdpa-fa2", "--layouts", "zigzag", "striped"]
-    done = run("bench_ring.py", *options, *choice, "--context-parallel", "cudnn-allgather", ranks=2)
+    others = ["ulysses", "all-gather", "context-parallel-cudnn-allgather"]
+    done = run("bench_ring.py", *options, *choice, "--contenders", *others, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read(tmp_path / "bench_ring.csv")
-    assert len(rows) == (2 + 2 + 1) * 2  # one-GPU kernels, layouts, context_parallel; passes
+    assert len(rows) == (2 + 2 + 3) * 2  # one-GPU kernels, layouts, others; passes
     for pass_name in ("forward", "forward+backward"):
         chosen = [row for row in rows if row["pass"] == pass_name]
         fastest = min(float(row["median_ms"]) for row in chosen if row["ranks"] == "1")
