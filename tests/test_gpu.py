@@ -9,15 +9,19 @@ The bound of an error is what PyTorch's own flash attention has on the same inpu
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
+from typing import Any
 
 import pytest
+import test_masks
+import test_options
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from oracle import Attention, assert_close, dense, world
+from oracle import FP32_BOUND, Attention, assert_close, dense, world
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringflash import flash_attention, release_buffers, ring_attention, shard, transport_of, unshard
+from ringflash import Mask, flash_attention, release_buffers, ring_attention, shard, transport_of, unshard
 from ringflash.nvlink import SHARING
 from ringflash.testing import Inputs, Workers, random_inputs, relative_error
 
@@ -62,16 +66,24 @@ def attend(inputs: Inputs, **options) -> Attention:
     return Attention(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse)))
 
 
-def ring_attend(inputs: Inputs, layout: str, **options) -> Attention:
+def ring_attend(inputs: Inputs, layout: str, layout_mask: Mask | None = None, **options) -> Attention:
     """The whole results of `ring_attention`, gathered on every rank."""
-    group, seq_len = world(), inputs.q.shape[1]
-    q, k, v, dout = (shard(x, group=group, layout=layout) for x in inputs[:4])
-    dlse = shard(inputs.dlse, group=group, layout=layout, dim=2)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = ring_attention(*leaves, group=group, layout=layout, seq_len=seq_len, return_lse=True, **options)
-    local = (out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
-    whole = (unshard(x.detach(), group=group, layout=layout, dim=2 if x is lse else 1, seq_len=seq_len) for x in local)
-    return Attention(*whole)
+    seq_len, how = inputs.q.shape[1], {"group": world(), "layout": layout, "layout_mask": layout_mask}
+    part = sharded(inputs, how)
+    leaves = [x.requires_grad_() for x in part[:3]]
+    out, lse = ring_attention(*leaves, **how, seq_len=seq_len, return_lse=True, **options)
+    local = Attention(out, lse, *torch.autograd.grad((out, lse), leaves, (part.dout, part.dlse)))
+    return gathered(local, how, seq_len)
+
+
+def sharded(inputs: Inputs, how: dict[str, Any]) -> Inputs:
+    q, k, v, dout = (shard(x, **how) for x in inputs[:4])
+    return Inputs(q, k, v, dout, shard(inputs.dlse, **how, dim=2))
+
+
+def gathered(local: Attention, how: dict[str, Any], seq_len: int) -> Attention:
+    dims = (2 if name == "lse" else 1 for name in Attention._fields)
+    return Attention(*(unshard(x.detach(), **how, dim=d, seq_len=seq_len) for x, d in zip(local, dims, strict=True)))
 
 
 def errors(actual: Attention, expected: Attention) -> dict[str, float]:
@@ -252,17 +264,99 @@ def test_a_ring_is_no_more_wrong_than_one_rank(gpu_workers, transport, world_siz
         assert all(ring[name] <= max(RATIO * alone[name], 1e-6) for name in Attention._fields), (ring, alone)
 
 
+# Masks and options: the tables of the tests on CPUs, as they are and stretched to several blocks of the kernels
+
+STRETCH = 19
+Errors = dict[str, float]
+
+
+def stretched(mask: Mask, factor: int) -> Mask:
+    """The mask with all of its lengths so many times as long."""
+
+    def times(x: Any) -> Any:
+        return tuple(factor * n for n in x) if isinstance(x, tuple) else x and factor * x
+
+    prefix = mask.prefix if mask.cu_seqlens or mask.prefix is None else mask.prefix[0]
+    cu_seqlens, chunk = times(mask.cu_seqlens), times(mask.chunk)
+    return Mask(times(mask.left), times(mask.right), cu_seqlens=cu_seqlens, prefix=times(prefix), chunk=chunk)
+
+
+def ring_errors_under_masks(layout: str, transport: str) -> dict[str, tuple[Errors, Errors]]:
+    """Of the ring and of one rank alone."""
+    join_on_gpu()
+    found = {}
+    for factor, (name, mask) in product((1, STRETCH), test_masks.MASKS.items()):
+        mask = stretched(mask, factor)
+        inputs = cuda_inputs(1, factor * test_masks.TOKENS, 4, 64, kv_heads=2, v_head_dim=96)
+        expected, alone = dense(inputs, mask=mask), attend(inputs, mask=mask)
+        ring = ring_attend(inputs, layout, mask if layout == "balanced" else None, mask=mask, transport=transport)
+        found[f"{name}, stretched {factor} times"] = errors(ring, expected), errors(alone, expected)
+    return found
+
+
+@pytest.mark.parametrize("layout", test_masks.LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_ring_is_no_more_wrong_than_one_rank_under_every_mask(gpu_workers, transport, world_size, layout):
+    for found in gpu_workers(world_size, transport).run(ring_errors_under_masks, layout, transport):
+        for what, (ring, alone) in found.items():
+            assert all(ring[name] <= max(RATIO * alone[name], 1e-6) for name in Attention._fields), (what, ring, alone)
+
+
+def ring_errors_with_options(
+    layout: str, transport: str, dtype: torch.dtype, factor: int
+) -> dict[str, tuple[Errors, Errors]]:
+    """Of the ring and of one rank alone; with sinks their gradient too, `dsinks`, summed over ranks."""
+    group, found = join_on_gpu(), {}
+    tables = test_options.MASKS.items(), test_options.OPTIONS.items()
+    for (mask_name, mask), (option, arguments) in product(*tables):
+        mask, seq_len = stretched(mask, factor), factor * test_options.SEQ_LEN
+        inputs = cuda_inputs(2, seq_len, 4, 64, kv_heads=2, dtype=dtype)
+        arguments = {n: x.to(inputs.q.device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        expected, dsinks = test_options.dense(inputs, mask=mask, **arguments)
+        options = {"mask": mask, "return_lse": True, **arguments}
+        alone, dsinks_alone = test_options.run(flash_attention, inputs, **options)
+        how = {"group": group, "layout": layout, "layout_mask": mask if layout == "balanced" else None}
+        options |= {"seed_here": test_options.SEED + group.rank(), "seq_len": seq_len, "transport": transport}
+        local, share = test_options.run(ring_attention, sharded(inputs, how), **how, **options)
+        ring_errors, alone_errors = errors(gathered(local, how, seq_len), expected), errors(alone, expected)
+        if dsinks is not None:
+            assert share is not None and dsinks_alone is not None
+            shares: list[Any] = [None] * group.size()
+            dist.all_gather_object(shares, share.cpu(), group)
+            ring_errors["dsinks"] = relative_error(torch.stack(shares).sum(0), dsinks)
+            alone_errors["dsinks"] = relative_error(dsinks_alone, dsinks)
+        found[f"{option}, {mask_name}"] = ring_errors, alone_errors
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, STRETCH), (torch.float32, 1)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("layout", test_masks.LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_ring_is_no_more_wrong_than_one_rank_with_every_option(
+    gpu_workers, transport, world_size, layout, dtype, factor
+):
+    floors = dict.fromkeys(Attention._fields, 1e-6 if dtype == torch.bfloat16 else FP32_BOUND)
+    floors["dsinks"] = 2**-8 if dtype == torch.bfloat16 else FP32_BOUND  # of 4 numbers: below a rounding it is luck
+    pool = gpu_workers(world_size, transport)
+    for found in pool.run(ring_errors_with_options, layout, transport, dtype, factor):
+        for what, (ring, alone) in found.items():
+            assert all(ring[name] <= max(RATIO * alone[name], floors[name]) for name in ring), (what, ring, alone)
+
+
 def bits_that_differ(transport: str) -> list[str]:
     """Problems that come out otherwise than over gloo; growing buffers, several sequences, every mask."""
     join_on_gpu()
-    wrong = []
+    wrong: list[str] = []
+    masks: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (100, 0)}]
     for seq_len, batch, layout in (
         (300, 2, "striped"),
         (1001, 1, "zigzag"),
         (77, 3, "contiguous"),
         (2048, 2, "zigzag"),
     ):
-        for options in ({}, {"causal": True}, {"causal": True, "window": (100, 0)}):
+        for options in masks:
             inputs = cuda_inputs(batch, seq_len, 4, 64, kv_heads=2, v_head_dim=96)
             actual = ring_attend(inputs, layout, transport=transport, deterministic=True, **options)
             expected = ring_attend(inputs, layout, transport="gloo", deterministic=True, **options)

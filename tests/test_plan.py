@@ -206,6 +206,20 @@ def test_shards_stop_moving_when_nobody_sees_them():
     assert plan_ring(Mask(right=0), "contiguous", 64, 0, 8).visits[1:] == (None,) * 7
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_under_a_window_only_rows_of_neighbours_move(layout):
+    """64k tokens on 8 ranks, 4096 keys: of each piece that a rank holds, the 4095 rows before it."""
+    rows, ranks = 65536 // 8, range(8)
+    for rank in ranks:
+        plan = plan_ring(Mask(left=4095, causal=True), layout, 8 * rows, rank, 8)
+        needed = {plan.source(step): plan.needed[step] for step, visit in enumerate(plan.visits) if visit and step > 0}
+        if layout == "contiguous":  # one piece, after the lower rank's
+            assert plan.hops == 1 and needed == ({} if rank == 0 else {rank - 1: slice(rows - 4095, rows)})
+        else:  # two pieces, after the first of the lower rank and the second of the higher one
+            before = {rank - 1: slice(rows // 2 - 4095, rows // 2), rank + 1: slice(rows - 4095, rows)}
+            assert needed == {source: cut for source, cut in before.items() if source in ranks}
+
+
 def test_worked_examples_of_the_docstrings():
     (visit,) = plan_one(Mask(causal=True), 4, 4).visits
     assert visit is not None and visit.key_ranges(2).tolist() == [[0, 0, 1, 2], [0, 0, 3, 4]]
