@@ -9,12 +9,24 @@ the reason. Runs on a CPU too, to try the program; its figures mean nothing ther
 """
 
 import argparse
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-from peers import DTYPES, FORMULA, LOADERS, MASKS, Attention, Case, Inputs, Shape, make_inputs, reason
+from peers import (
+    DTYPES,
+    FORMULA,
+    LOADERS,
+    WORK_APART,
+    Attention,
+    Case,
+    Passes,
+    Shape,
+    load,
+    make_inputs,
+    parse_mask,
+    passes_apart,
+    reason,
+)
 from report import (
     Row,
     Timing,
@@ -29,30 +41,7 @@ from report import (
 )
 
 SHAPES = ["1,16,16,32768,128", "4,16,16,8192,128", "1,32,8,16384,128", "1,32,32,16384,64", "1,8,8,16384,256"]
-WORK = {"forward": 1.0, "backward": 2.5}  # floating-point operations, in forward passes
-
-
-class Passes(NamedTuple):
-    forward: Callable[[], object]
-    backward: Callable[[], object]
-
-
-def build(attention: Attention, inputs: Inputs, causal: bool) -> Passes:
-    """The two things to time, each already run once: compiled, tuned, and known to work."""
-    q, k, v = leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-
-    def forward() -> object:
-        with torch.no_grad():
-            return attention(q, k, v, causal)
-
-    forward()
-    out = attention(q, k, v, causal)
-
-    def backward() -> object:
-        return torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
-
-    backward()
-    return Passes(forward, backward)
+PEERS = [name for name in LOADERS if name != "fa2-varlen"]  # which without documents is sdpa-fa2
 
 
 def measure(
@@ -64,14 +53,14 @@ def measure(
     failed: dict[str, str] = {}
     for name, attention in loaded.items():
         try:
-            built[name] = build(attention, inputs, case.causal)
+            built[name] = passes_apart(lambda q, k, v, f=attention: f(q, k, v, case.who_sees), inputs)
         except Exception as error:  # a peer may fail in any way: what matters is that the table says so
             failed[name] = reason(error)
     timings = {
         name: time_interleaved(
-            {n: getattr(p, name) for n, p in built.items()}, rounds=rounds, round_ms=round_ms, device=device
+            {n: passes[name] for n, passes in built.items()}, rounds=rounds, round_ms=round_ms, device=device
         )
-        for name in WORK
+        for name in WORK_APART
     }
     return timings, failed
 
@@ -81,9 +70,9 @@ def main() -> None:
     parser.add_argument(
         "--shapes", nargs="+", type=Shape.parse, metavar="b,h,g,s,d", default=list(map(Shape.parse, SHAPES))
     )
-    parser.add_argument("--masks", nargs="+", choices=MASKS, default=["causal", "full"])
+    parser.add_argument("--masks", nargs="+", type=parse_mask, default=["causal", "full"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
-    parser.add_argument("--only", nargs="+", choices=LOADERS, default=list(LOADERS), help="implementations to time")
+    parser.add_argument("--only", nargs="+", choices=LOADERS, default=PEERS, help="implementations to time")
     add_timing_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_output_arguments(parser, "bench_local")
@@ -93,21 +82,14 @@ def main() -> None:
     print(*origin.values(), sep=" | ")
     print(f"FLOPs: {FORMULA}\n")
 
-    loaded: dict[str, Attention] = {}
-    missing: dict[str, str] = {}
-    for name in options.only:
-        try:
-            loaded[name] = LOADERS[name]()
-        except Exception as error:
-            missing[name] = reason(error)
-
+    loaded, missing = load(options.only)
     speeds: dict[Case, dict[str, dict[str, float]]] = {}  # TFLOP/s by pass and implementation
     for case in (Case(s, m, t) for s in options.shapes for m in options.masks for t in options.dtypes):
         timings, failed = measure(case, loaded, options.rounds, options.round_ms, device)
         notes = missing | failed
-        speeds[case] = {n: {} for n in WORK}
+        speeds[case] = {n: {} for n in WORK_APART}
         rows: list[Row] = []
-        for pass_name, cost in WORK.items():
+        for pass_name, cost in WORK_APART.items():
             for name in options.only:
                 time = timings[pass_name].get(name)
                 speed = cost * case.flops / time.median / 1e9 if time else float("nan")
@@ -138,7 +120,7 @@ def print_ratios(speeds: dict[Case, dict[str, dict[str, float]]], others: list[s
             ours, theirs = by_name.get("ringflash"), by_name.get(other)
             return f"{ours / theirs:.2f}" if ours and theirs else "-"
 
-        return " / ".join(ratio(speeds[case][pass_name]) for pass_name in WORK)
+        return " / ".join(ratio(speeds[case][pass_name]) for pass_name in WORK_APART)
 
     print("\nringflash's speed over each peer's, forward / backward")
     print(format_table(["case", *others], [[str(case), *(cell(case, other) for other in others)] for case in speeds]))

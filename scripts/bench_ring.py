@@ -16,7 +16,11 @@ With `--emulate W` the passes of W ranks are timed one after the other in one pr
 efficiency is the time of one GPU on the whole sequence / (W x the slowest rank's). Beside them stand what the host
 needs for each visit, the bytes that arrive during each (from the plan) with their time at 380 GB/s, how much of that is
 longer than the visit, and the peak of memory with all that the nvlink transport keeps. Rows go to emulate_ring.csv and
-emulate_ring_visits.csv. `emulation.py` says what is left out.
+emulate_ring_visits.csv. `emulation.py` says what is left out. Emulated ranks know every mask of `peers.py`, and the
+layout of documents:
+
+    python scripts/bench_ring.py --emulate 8 --shapes 1,32,8,65536,128 --baselines ringflash flex fa2-varlen \\
+        --masks documents2048 window4096 --layouts balanced zigzag contiguous
 """
 
 import argparse
@@ -29,7 +33,7 @@ import torch.distributed as dist
 
 from contenders import OTHERS, Candidate, Contender, Unavailable, check, one_gpu, other, ring, together
 from emulation import emulate
-from peers import DTYPES, FORMULA, LOADERS, MASKS, WORK, Case, Inputs, Shape, make_inputs
+from peers import DTYPES, FORMULA, LOADERS, MASKS, WORK, Case, Inputs, Shape, make_inputs, parse_mask
 from report import (
     Row,
     add_output_arguments,
@@ -87,9 +91,9 @@ def main() -> None:
     add_world_arguments(parser)
     shapes = [Shape.parse(text) for text in SHAPES]
     parser.add_argument("--shapes", nargs="+", type=Shape.parse, metavar="b,h,g,s,d", default=shapes)
-    parser.add_argument("--masks", nargs="+", choices=MASKS, default=["causal"])
+    parser.add_argument("--masks", nargs="+", type=parse_mask, default=["causal"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
-    parser.add_argument("--layouts", nargs="*", choices=sorted(set(LAYOUTS) - set(WANT_MASK)), default=["zigzag"])
+    parser.add_argument("--layouts", nargs="*", choices=sorted(LAYOUTS), default=["zigzag"])
     parser.add_argument("--baselines", nargs="*", choices=LOADERS, default=BASELINES, help="one-GPU kernels")
     parser.add_argument(
         "--contenders", nargs="*", choices=OTHERS, default=list(OTHERS), help="other ways to share a sequence"
@@ -101,6 +105,8 @@ def main() -> None:
     add_timing_arguments(parser)
     add_output_arguments(parser, "bench_ring")
     options = parser.parse_args()
+    if not options.emulate and not (set(options.masks) <= set(MASKS) and set(options.layouts).isdisjoint(WANT_MASK)):
+        parser.error(f"masks other than {', '.join(MASKS)}, and layouts that go by a mask, are for --emulate alone")
     world = start_world(options.device, options.pg_backend)
     if options.emulate:
         if options.shapes is shapes:

@@ -39,10 +39,10 @@ def ours(inputs: Inputs, causal: bool) -> Results:
     return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, inputs.dout))
 
 
-def trusted(attention: Attention, inputs: Inputs, causal: bool) -> Results:
+def trusted(attention: Attention, inputs: Inputs, mask: Mask) -> Results:
     """FlashAttention-2's results. PyTorch does not give its lse: that stays empty."""
     q, k, v = leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out = attention(q, k, v, causal)
+    out = attention(q, k, v, mask)
     return Results(out.detach(), out.new_empty(0), *torch.autograd.grad(out, leaves, inputs.dout))
 
 
@@ -59,7 +59,7 @@ def check_all(case: Case, inputs: Inputs, fa2: Attention) -> Iterator[tuple[str,
     reference = exact(*inputs, MASKS[case.mask])
     mine = errors_of(ours(inputs, case.causal), reference, inputs.dout)
     has_peer = inputs.q.dtype != torch.float32  # FlashAttention-2 has no fp32, whose limit needs no peer
-    yield "all", mine, errors_of(trusted(fa2, inputs, case.causal), reference, inputs.dout) if has_peer else {}
+    yield "all", mine, errors_of(trusted(fa2, inputs, case.who_sees), reference, inputs.dout) if has_peer else {}
 
 
 # Sampled rows: a sequence too long for dense attention over all of it
@@ -72,7 +72,7 @@ def check_sampled(case: Case, inputs: Inputs, fa2: Attention) -> Iterator[tuple[
     need every query's lse and delta, which come from our own results: lse, out are checked here at the sampled rows,
     and the rounding of out moves delta by far less than the rounding of `dP - delta` that is allowed.
     """
-    results, peer = ours(inputs, case.causal), trusted(fa2, inputs, case.causal)
+    results, peer = ours(inputs, case.causal), trusted(fa2, inputs, case.who_sees)
     mask, s, n = MASKS[case.mask], case.shape.s, min(SAMPLE, case.shape.s)
     device = inputs.q.device
     places = {

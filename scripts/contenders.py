@@ -106,8 +106,8 @@ def one_gpu(name: str) -> Contender:
     def build(world: World, whole: Inputs, causal: bool) -> Candidate:
         if world.rank != 0:
             return Candidate(None, whole)
-        attention = LOADERS[name]()
-        return Candidate(lambda q, k, v: attention(q, k, v, causal), whole)
+        attention, mask = LOADERS[name](), MASKS["causal" if causal else "full"]
+        return Candidate(lambda q, k, v: attention(q, k, v, mask), whole)
 
     return Contender(name, "", 1, build)
 
@@ -197,8 +197,8 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, attend
 
 
 def _ulysses(world: World, mine: Inputs, causal: bool, *, kernel: str) -> Candidate:
-    attention = LOADERS[kernel]()
-    return Candidate(partial(ulysses, group=world.group, attend=lambda q, k, v: attention(q, k, v, causal)), mine)
+    attention, mask = LOADERS[kernel](), MASKS["causal" if causal else "full"]
+    return Candidate(partial(ulysses, group=world.group, attend=lambda q, k, v: attention(q, k, v, mask)), mine)
 
 
 # All-gather: every rank gets K and V

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from peers import DTYPES, FORMULA, LOADERS, MASKS, WORK, Case, Inputs, Shape, make_inputs, passes_of, reason
+from peers import DTYPES, FORMULA, LOADERS, WORK, Case, Inputs, Passes, Shape, make_inputs, passes_of, reason
 from report import Row, append_rows, environment, format_table, output_path, significant, time_interleaved
 from ringflash import comm, flash_attention, ops, release_buffers
 from ringflash.comm import Fetch, NvlinkTransport, Pending
-from ringflash.mask import Mask
+from ringflash.layout import WANT_MASK
 from ringflash.plan import Group, Plan, part_rows, plan_ring
 from world import World
 
@@ -106,21 +106,11 @@ class Rank:
 
     plan: Plan
     inputs: Inputs
-    causal: bool
     backend: str
     transport: Any  # of comm.Transport
 
-    @classmethod
-    def build(
-        cls, rank: int, world_size: int, inputs: Inputs, layout: str, mask: Mask, backend: str, transport: Any
-    ) -> "Rank":
-        plan = plan_ring(mask, layout, inputs.q.shape[1] * world_size, rank, world_size)
-        return cls(plan, inputs, mask.right == 0, backend, transport)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attention(q, k, v, causal=self.causal, backend=self.backend)
-        assert isinstance(out, Tensor)
-        return out
+        return flash_attention(q, k, v, backend=self.backend)  # under the plan's mask: see `around`
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -303,11 +293,9 @@ def emulate(world: World, options: argparse.Namespace) -> None:
     path = output_path(options)
     for shape, mask, dtype, layout in product(options.shapes, options.masks, options.dtypes, options.layouts):
         case = Case(shape, mask, dtype)
-        if shape.s % (2 * world_size):
-            raise SystemExit(f"--emulate wants the same rows on every rank: {shape.s} tokens, {world_size} ranks")
         setting = {"world": world_size, "ranks": " ".join(map(str, ranks)), "layout": layout} | case.columns
         rows, visits = measure(case, layout, ranks, world, options)
-        world.say(f"{case} {layout}, {world_size} x {shape.s // world_size} tokens")
+        world.say(f"{case} {layout}, {world_size} ranks")
         print_tables(rows, visits, world)
         append_rows(path, [{**origin, **setting, **row} for row in rows])
         append_rows(path.with_stem(f"{path.stem}_visits"), [{**origin, **setting, **row} for row in visits])
@@ -322,30 +310,35 @@ def measure(
     device, world_size = world.device, options.emulate
     single, times_over = one_gpu_case(case)
     whole = make_inputs(single.shape, DTYPES[case.dtype], device)
-    calls: dict[str, dict[str, Callable[[], object]]] = {}
+    calls: dict[str, Passes] = {}
     for name in options.baselines:
         attention = None
         try:
             attention = LOADERS[name]()
-            passes = passes_of(lambda q, k, v, attention=attention: attention(q, k, v, case.causal), whole)
+            passes = passes_of(lambda q, k, v, attention=attention: attention(q, k, v, case.who_sees), whole)
             for run in passes.values():
                 run()
             calls[name] = passes
         except Exception as error:  # whatever it is, the table says so and the others are measured
             world.say(f"1x {name} unavailable: {reason(error)}")
 
-    inputs = make_inputs(case.shape._replace(s=case.shape.s // world_size), DTYPES[case.dtype], device)
+    mask, layout_mask = case.who_sees, case.who_sees if layout in WANT_MASK else None
+    plans = [plan_ring(mask, layout, case.shape.s, number, world_size, layout_mask) for number in ranks]
+    by_rows = {  # ranks of as many rows share their inputs
+        rows: make_inputs(case.shape._replace(s=rows), DTYPES[case.dtype], device)
+        for rows in {plan.rows[plan.rank] for plan in plans}
+    }
+    backend = ops.pick_backend(options.backend, device, whole.q.dtype)
     transport = ResidentTransport(device)
     around: dict[str, Callable[[], Any]] = {}
     peaks: list[float] = []
     emulated: dict[str, Rank] = {}
-    for number in ranks:
-        backend = ops.pick_backend(options.backend, device, inputs.q.dtype)
-        rank = Rank.build(number, world_size, inputs, layout, MASKS[case.mask], backend, transport)
-        name = f"rank {number}"
-        emulated[name], around[name], calls[name] = rank, rank.around, passes_of(rank.attend, inputs)
+    for plan in plans:
+        rank = Rank(plan, by_rows[plan.rows[plan.rank]], backend, transport)
+        name = f"rank {plan.rank}"
+        emulated[name], around[name], calls[name] = rank, rank.around, passes_of(rank.attend, rank.inputs)
         own = replace(rank, transport=ResidentTransport(device))
-        peaks.append(peak_memory(own, passes_of(own.attend, inputs)["forward+backward"], device))
+        peaks.append(peak_memory(own, passes_of(own.attend, own.inputs)["forward+backward"], device))
         del own
     transport.is_timed = True
 

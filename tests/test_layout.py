@@ -1,7 +1,5 @@
 """Layouts share out every position once, ascending in every rank."""
 
-import math
-import random
 from itertools import chain
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers import log_normal_documents
 from ringflash.layout import (
     LAYOUTS,
     Run,
@@ -91,15 +90,6 @@ def test_causal_work_of_zigzag_and_striped_is_balanced(layout, world_size):
     work = [sum(position + 1 for position in positions) for positions in held(layout, seq_len, world_size)]
     bound = {"zigzag": 0, "striped": 8 * (world_size - 1), "contiguous": 64 * (world_size - 1)}[layout]
     assert max(work) - min(work) == bound
-
-
-def log_normal_documents(tokens: int, seed: int, mean: int = 2048, sigma: float = 1.0) -> list[int]:
-    """Boundaries of documents as corpora have them, the last one cut off."""
-    rng, boundaries = random.Random(seed), [0]
-    while boundaries[-1] < tokens:
-        length = rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
-        boundaries.append(min(boundaries[-1] + max(int(length), 1), tokens))
-    return boundaries
 
 
 def imbalance(layout: str, seq_len: int, world_size: int, mask: Mask) -> float:

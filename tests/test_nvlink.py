@@ -225,7 +225,7 @@ def looped_back() -> list[str]:
     with nvlink_on_cpus(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "HALVED_BYTES", 0)
         transport = Loopback(world(), inputs.q.device)
-        rank = Rank.build(5, 8, inputs, "zigzag", Mask(right=0), "torch", transport)
+        rank = Rank(plan_ring(Mask(right=0), "zigzag", 8 * 16, 5, 8), inputs, "torch", transport)
         with rank.around():
             passes_of(rank.attend, inputs)["forward+backward"]()
         for name in ("shards", "sums"):

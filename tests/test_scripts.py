@@ -16,16 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import accuracy
+import bench_masks
 import check_local
 import check_ring
 import report
 from accuracy import NAMES
 from emulation import Rank, ResidentTransport
-from peers import LOADERS, MASKS, Case, Inputs, Shape, make_inputs
+from peers import LOADERS, MASKS, Case, Inputs, Shape, make_inputs, make_mask
 from ringflash import comm, ring_attention
 from ringflash.layout import layout_runs, take_rows
-from ringflash.mask import Mask
+from ringflash.mask import Mask, area
 from ringflash.ops import HAS_TRITON
+from ringflash.plan import plan_ring
 from ringflash.reference import dense_attention
 from world import World
 
@@ -91,6 +93,72 @@ def test_bench_local_times_what_runs_and_says_why_the_rest_does_not(tmp_path):
     *_, header, rule, causal, full = done.stdout.splitlines()
     assert header.split() == ["case", "sdpa-fa2", "sdpa-cudnn"] and set(rule) <= {"-", " "}
     assert "causal" in causal and "full" in full and causal.endswith("- / -")
+
+
+def test_bench_masks_relates_time_to_what_is_visible(tmp_path):
+    shapes = ["--shapes", "1,2,1,48,16", "--option-shapes", "1,2,1,48,16", "--masks", "window8", "equal3-full"]
+    timing = ["--rounds", "3", "--round-ms", "1", "--device", "cpu", "--dtypes", "fp32", "--out", str(tmp_path)]
+    done = run("bench_masks.py", *shapes, *timing, "--peers", "fa2-varlen", "--yardsticks", "sdpa-fa2")
+    assert done.returncode == 0, done.stderr
+    rows = read(tmp_path / "bench_masks.csv")
+    assert len(rows) == 2 * 2 * 4  # masks, passes; ours and a peer, ours and another under the full mask
+    by_name = {(row["run"], row["pass"], row["implementation"], row["mask"]): row for row in rows}
+    for (run_mask, which, name, mask), row in by_name.items():
+        pairs = {"window8": 8 * 48 - 28, "equal3-full": 3 * 16 * 16, "full": 48 * 48}[mask]
+        assert float(row["share"]) == pytest.approx(pairs / 48**2, rel=1e-4)
+        if name == "fa2-varlen":  # needs a GPU
+            assert row["note"] and not row["median_ms"] and not row["factor"]
+            continue
+        work = 4 * 2 * 16 * pairs * {"forward": 1, "backward": 2.5}[which]
+        assert float(row["tflops"]) == pytest.approx(work / float(row["median_ms"]) / 1e9, rel=1e-3)
+        whole, ours = (by_name[run_mask, which, *who] for who in ((name, "full"), ("ringflash", mask)))
+        ideal = float(whole["median_ms"]) * float(row["share"])
+        assert float(row["factor"]) == pytest.approx(float(row["median_ms"]) / ideal, rel=1e-3)
+        over = float(row["median_ms"]) / float(ours["median_ms"])
+        assert float(row["over_ringflash"]) == pytest.approx(over, rel=1e-3)
+    assert done.stdout.splitlines()[-1].startswith("b1 h2/1 s48 d16 fp32 equal3-full   0.3333")
+    options = read(tmp_path / "bench_masks_options.csv")
+    assert [row["option"] for row in options] == ["plain", "softcap", "sinks", "dropout", "alibi"] * 2
+    for row in options:
+        (plain,) = (r for r in options if r["option"] == "plain" and r["pass"] == row["pass"])
+        over = pytest.approx(float(row["median_ms"]) / float(plain["median_ms"]), rel=1e-3)
+        assert row["kernel"] == "torch" and float(row["over_plain"]) == float(row["over_same_kernel"]) == over
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (it exists for Linux only)")
+def test_bench_masks_compares_options_with_plain_calls_of_the_same_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    small = ["--shapes", "--option-shapes", "1,1,1,17,16", "--options", "sinks", "--dtypes", "fp16"]
+    timing = ["--rounds", "1", "--round-ms", "1", "--device", "cpu", "--out", str(tmp_path)]
+    done = run("bench_masks.py", *small, "--backend", "triton", *timing)
+    assert done.returncode == 0, done.stderr
+    rows = {(row["option"], row["pass"]): row for row in read(tmp_path / "bench_masks_options.csv")}
+    assert len(rows) == 2 * 3 and {row["kernel"] for row in rows.values()} == {"portable"}
+    for (_, which), row in rows.items():
+        for name, over in (("plain", "over_plain"), ("plain, portable", "over_same_kernel")):
+            ratio = float(row["median_ms"]) / float(rows[name, which]["median_ms"])
+            assert float(row[over]) == pytest.approx(ratio, rel=1e-3)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (it exists for Linux only)")
+def test_the_kernels_of_a_call_are_noted_and_may_be_the_portable_ones(monkeypatch):
+    from ringflash import local_kernel
+
+    monkeypatch.setattr(local_kernel, "kernel_of", lambda which: f"hopper {which}")
+    for portable, kernel in ((False, "hopper forward"), (True, "portable")):
+        seen: set[str] = set()
+        with bench_masks.kernels(portable, seen):
+            assert local_kernel.kernel_of("forward") == kernel  # pyright: ignore[reportCallIssue]
+        assert seen == {kernel}
+
+
+def test_a_peer_with_another_result_is_not_compared():
+    case = Case(Shape(1, 2, 1, 24, 16), "window4", "fp32")
+    inputs, ours = make_inputs(case.shape, torch.float32, CPU), LOADERS["ringflash"]()
+    expected = bench_masks.results(bench_masks.prepare(ours, case, inputs, None))
+    bench_masks.prepare(ours, case, inputs, expected)
+    with pytest.raises(RuntimeError, match="its results differ from ringflash's by"):
+        bench_masks.prepare(lambda q, k, v, mask: ours(q, k, v, Mask(4, causal=True)), case, inputs, expected)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (it exists for Linux only)")
@@ -197,13 +265,31 @@ def test_bench_ring_emulates_ranks_one_after_the_other(tmp_path):
     assert all(float(row["ms"]) > 0 for row in visits if row["rows"] != "0")
 
 
+def test_bench_ring_emulates_ranks_of_unequal_rows_under_documents(tmp_path):
+    options = ["--emulate", "3", "--shapes", "1,2,1,100,16", "--device", "cpu", "--dtypes", "fp32"]
+    masks = ["--masks", "documents24", "--layouts", "balanced", "--baselines", "ringflash"]
+    done = run("bench_ring.py", *options, *masks, "--rounds", "1", "--round-ms", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read(tmp_path / "emulate_ring.csv")
+    assert [(row["pass"], row["layout"], row["mask"]) for row in rows] == [
+        (name, "balanced", "documents24") for name in ("forward", "forward+backward")
+    ]
+    mask = make_mask("documents24", 100)
+    plan = plan_ring(mask, "balanced", 100, int(rows[-1]["slowest_rank"]), 3, mask)
+    assert sorted(plan.rows) == [33, 33, 34]
+    visits = [row for row in read(tmp_path / "emulate_ring_visits.csv") if row["pass"] == "backward" and row["steps"]]
+    found = {row["steps"]: int(row["rows"]) for row in visits if row["steps"] != "after"}
+    needed = {str(step): rows.stop - rows.start for step, rows in enumerate(plan.needed) if rows.stop > rows.start}
+    assert found == needed
+
+
 @pytest.mark.parametrize("halved", [False, True])
 def test_what_arrives_at_an_emulated_rank_is_what_its_plan_needs_and_the_sums_of_every_hop(monkeypatch, halved):
     monkeypatch.setattr(comm, "HALVED_BYTES", 0 if halved else 2**40)
     inputs = make_inputs(Shape(2, 4, 2, 16, 8), torch.bfloat16, CPU)
     row = 2 * 2 * 2 * 8  # elements of k and v in a row of both batches
     for number in range(8):
-        rank = Rank.build(number, 8, inputs, "zigzag", Mask(right=0), "torch", ResidentTransport(CPU))
+        rank = Rank(plan_ring(Mask(right=0), "zigzag", 128, number, 8), inputs, "torch", ResidentTransport(CPU))
         needed = sum(rows.stop - rows.start for rows in rank.plan.needed[1:])
         forward, backward = rank.arriving()
         assert sum(shards for shards, _ in forward) == sum(shards for shards, _ in backward) == needed * row * 2
@@ -217,7 +303,7 @@ def test_an_emulated_rank_computes_what_the_backend_does_at_each_visit(monkeypat
     whole = make_inputs(Shape(1, 2, 1, 64, 16), torch.float32, CPU)
     shards = [Inputs(*(take_rows(x, layout_runs("zigzag", 64, 4, r), 1) for x in whole)) for r in range(4)]
     transport = ResidentTransport(CPU)
-    rank = Rank.build(1, 4, shards[1], "zigzag", Mask(right=0), "torch", transport)
+    rank = Rank(plan_ring(Mask(right=0), "zigzag", 64, 1, 4), shards[1], "torch", transport)
 
     @contextmanager
     def carry(plan, k, v):
@@ -240,6 +326,53 @@ def test_an_emulated_rank_computes_what_the_backend_does_at_each_visit(monkeypat
     torch.testing.assert_close(
         out, take_rows(expected, layout_runs("zigzag", 64, 4, 1), 1).float(), rtol=1e-5, atol=1e-5
     )
+
+
+# Masks and the peers that know them
+
+
+def test_masks_by_name_are_what_they_say():
+    assert make_mask("full", 10) == Mask() and make_mask("causal", 10) == Mask(causal=True)
+    assert area(make_mask("window3", 10), 10, 10) == 3 * 10 - 3
+    assert make_mask("equal4", 10) == Mask(causal=True, cu_seqlens=[0, 2, 5, 7, 10])
+    assert make_mask("equal4-full", 10) == Mask(cu_seqlens=[0, 2, 5, 7, 10])
+    for causal, name in ((True, "documents2048"), (False, "documents2048-full")):
+        mask = make_mask(name, 2**20)
+        assert mask.cu_seqlens is not None and mask == Mask(causal=causal, cu_seqlens=mask.cu_seqlens)
+        lengths = torch.tensor(mask.cu_seqlens).diff().double()
+        assert abs(lengths.mean() / 2048 - 1) < 0.15 and abs(lengths.log().std() - 1) < 0.15
+    for name in ("window", "window0", "window4-full", "equal", "documents-full", "ring7"):
+        with pytest.raises(ValueError, match=f"a mask is full, causal, windowN, .*got '{name}'"):
+            make_mask(name, 10)
+
+
+PEER_MASKS = ["full", "causal", "window5", "equal3", "equal3-full", "documents9"]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", PEER_MASKS)
+def test_flex_attends_under_the_same_mask(name, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its eager form is slow, and the same
+    case = Case(Shape(1, 4, 2, 40, 16), name, "fp32")
+    q, k, v, _ = make_inputs(case.shape, torch.float32, CPU)
+    theirs, ours = (LOADERS[peer]()(q, k, v, case.who_sees) for peer in ("flex", "ringflash"))
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PEER_MASKS)
+def test_this_pytorch_takes_the_arguments_of_fa2_varlen(name):
+    case = Case(Shape(1, 4, 2, 40, 16), name, "bf16")
+    q, k, v = (torch.empty(1, 40, heads, 16, device="meta", requires_grad=True) for heads in (4, 2, 2))
+    out = LOADERS["fa2-varlen"]()(q, k, v, case.who_sees)
+    gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert [x.shape for x in (out, *gradients)] == [q.shape, q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("peer", ["flex", "fa2-varlen", "sdpa-fa2"])
+def test_a_peer_refuses_a_mask_that_it_does_not_know(peer):
+    q, k, v, _ = make_inputs(Shape(1, 2, 1, 8, 16), torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"knows .* alone"):
+        LOADERS[peer]()(q, k, v, Mask(causal=True, chunk=4))
 
 
 # What passes
@@ -302,8 +435,8 @@ def test_sampled_rows_of_the_reference_equal_those_of_the_whole(mask):
 def test_sampled_rows_show_a_wrong_key_where_it_is_seen():
     case = Case(Shape(1, 8, 1, 300, 16), "causal", "bf16")
 
-    def wrong_last_key(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return LOADERS["ringflash"]()(q, k, torch.cat([v[:, :-1], v[:, -1:] + 100], 1), causal)
+    def wrong_last_key(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        return LOADERS["ringflash"]()(q, k, torch.cat([v[:, :-1], v[:, -1:] + 100], 1), mask)
 
     inputs = make_inputs(case.shape, torch.bfloat16, CPU)
     errors = {place: theirs for place, _, theirs in check_local.check_sampled(case, inputs, wrong_last_key)}
