@@ -103,13 +103,19 @@ class _Works:
                     work.wait()
 
 
+@contextmanager
+def _saying(words: str, *values: object) -> Iterator[None]:
+    """What fails inside says these words too, with `values` in the places of their `{}`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} ({words.format(*values)})") from error
+
+
 def _await(pending: Pending, what: str, *values: object) -> None:
     """Wait for `what`, with `values` in the places of its `{}`: its name in a profile, and in the error if it fails."""
-    with span("wait for " + what, *values):
-        try:
-            pending.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"{error} (waiting for {what.format(*values)})") from error
+    with span("wait for " + what, *values), _saying("waiting for " + what, *values):
+        pending.wait()
 
 
 class _Messages(Transport):
@@ -460,7 +466,8 @@ class _Passing:
         if self.step < self.plan.hops:
             send, receive = (x.message(self._rows(self.step + i)) for i, x in enumerate(self.shards))
             up, down = (self.plan.rank + 1) % self.plan.world_size, (self.plan.rank - 1) % self.plan.world_size
-            with span("exchange of K and V with ranks {} and {}", up, down):
+            words = "starting to bring K and V of step {}", self.step + 1
+            with span("exchange of K and V with ranks {} and {}", up, down), _saying(*words):
                 self.arriving = self.transport.exchange(send, receive, up, down, tag=0)
 
     def go_on(self) -> None:
@@ -532,10 +539,13 @@ class Gradients:
         """Which rows of its source's shard a part is about."""
         return part_rows(self.plan.rows[source], part, self.parts)
 
+    def _brought(self, step: int) -> tuple[str, int]:
+        """What an exchange brings here for a step, in words with a place for the step."""
+        return ("dK and dV at step {}" if step <= self.plan.hops else "dK and dV, come home"), step
+
     def _wait(self) -> None:
         if self.pending is not None:
-            step = self.index // self.parts
-            _await(self.pending, "dK and dV at step {}" if step <= self.plan.hops else "dK and dV, come home", step)
+            _await(self.pending, *self._brought(self.index // self.parts))
         self.pending = None
 
     def _send_on(self, index: int) -> None:
@@ -551,7 +561,8 @@ class Gradients:
         here, there = self.buffers[0], self.buffers[-1]
         peers = to % plan.world_size, holder % plan.world_size
         assert self.transport is not None
-        with span("exchange of dK and dV with ranks {} and {}", *peers):
+        brought, step = self._brought(step + 1)
+        with span("exchange of dK and dV with ranks {} and {}", *peers), _saying("starting to bring " + brought, step):
             self.pending = self.transport.exchange(here.message(rows), there.message(next_rows), *peers, tag=index + 1)
         self.buffers.append(self.buffers.pop(0))
 

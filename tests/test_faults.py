@@ -139,9 +139,14 @@ def test_when_a_rank_is_lost_the_others_say_why_within_the_timeout_and_go_on_wit
     for rank, (seconds, words, later_error) in zip(SURVIVORS, reports, strict=True):
         assert words.startswith(f"ringflash: rank {rank} of the group: "), words
         if function:
-            waiting = "K and V of step [123]" if function == "forward" else "(K and V of|dK and dV at) step [123]"
+            what = (
+                "K and V of step [123]"
+                if function == "forward"
+                else "(K and V of step|dK and dV at step|dK and dV, come home)"
+            )
             peers = f"receiving from rank {(rank - 1) % 4}|sending to rank {(rank + 1) % 4}"
-            assert re.search(rf"group: ({peers}) failed: .*\(waiting for {waiting}", words), words
+            doing = "waiting for|starting to bring"
+            assert re.search(rf"group: ({peers}) failed: .*\(({doing}) {what}", words), words
         else:
             assert f"there was no word from rank {LOST}" in words[-40:], words
         assert seconds < TIMEOUT + comm.ABSENT_SECONDS + 1.0
