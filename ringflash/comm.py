@@ -154,6 +154,11 @@ class _Messages(Transport):
 class GlooTransport(_Messages):
     """Gloo, for CPU tensors; CUDA tensors are staged through pinned host memory (gloo cannot read device memory)."""
 
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError('transport="gloo" can\'t be captured in a CUDA graph: the host moves its shards')
+        super().__init__(group, device)
+
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
         if send.is_cuda:
             return _Staged(self, send, receive, to, source, tag)

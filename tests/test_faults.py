@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 from oracle import FP32_BOUND, Attention, dense, small_blocks, world
 
+import stress_ring
 from ringflash import comm, ops, ring_attention, shard
 from ringflash.testing import WorkerError, Workers, random_inputs, relative_error
+from world import World
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD_SIZE = 4
@@ -162,3 +164,100 @@ def test_a_ring_runs_in_processes_started_by(method):
     run = [sys.executable, str(ROOT / "tests/start_ring.py"), method]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_gloo_is_not_captured_in_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r'transport="gloo" can\'t be captured'):
+        comm.make_transport("gloo", mock.Mock(), torch.device("cuda"))
+    comm.make_transport("gloo", mock.Mock(), torch.device("cpu"))
+
+
+# On GPUs ----------------------------------------------------------------------------------------------------------
+
+on_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+    pytest.mark.timeout(600),
+]
+RANKS_ON_GPUS = {"gloo": 3, "nvlink": 3, "nccl": 2}  # where there are fewer GPUs ranks share, but not over NCCL
+GPU_TIMEOUT = 10.0  # seconds, of the group
+BF16_BOUND = 1e-2
+
+
+def gpu_pool(transport: str) -> Workers:
+    ranks = RANKS_ON_GPUS[transport]
+    if transport == "nccl" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"NCCL wants a GPU a rank: {ranks} GPUs")
+    pool = Workers(ranks, backend="nccl" if transport == "nccl" else "gloo", timeout=300)
+    pool.GRACE = 120.0  # NCCL's watchdog takes its time to end a process
+    return pool
+
+
+def group_on_gpus(transport: str) -> dist.ProcessGroup:
+    """A group of little patience, once kernels are compiled."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    assert ring_error(world(), transport, "cuda") <= BF16_BOUND
+    group = dist.new_group(timeout=timedelta(seconds=GPU_TIMEOUT))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def ring_error_on_gpus(transport: str) -> float:
+    return ring_error(group_on_gpus(transport), transport, "cuda")
+
+
+def lose_a_rank_on_gpus(directory: Path, transport: str, function: str) -> None:
+    """Rank `LOST` dies in its second visit by `function`; the others do what they can, and say when that ended."""
+    group = group_on_gpus(transport)
+    assert ring_error(group, transport, "cuda") <= BF16_BOUND
+    started = time.monotonic()
+    with happening(function, 2, die if dist.get_rank() == LOST else no_event):
+        try:
+            for _ in range(2):  # what had been launched before the end may still have been of use
+                ring_error(group, transport, "cuda")
+        finally:
+            (directory / f"seconds-{dist.get_rank()}").write_text(str(time.monotonic() - started))
+
+
+@pytest.mark.parametrize("function", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param(transport, marks=on_gpus) for transport in ("gloo", "nvlink", "nccl")]
+)
+def test_when_a_rank_on_gpus_is_lost_the_others_end_within_the_timeout_and_can_be_started_again(
+    tmp_path, transport, function
+):
+    """Over gloo by an error of this package; over nvlink by one of CUDA; over NCCL its watchdog ends the process."""
+    with gpu_pool(transport) as pool:
+        with pytest.raises(WorkerError) as caught:
+            pool.run(lose_a_rank_on_gpus, tmp_path, transport, function)
+        words = str(caught.value)
+        assert (
+            re.search(rf"rank {LOST} of \d: the process ended with exit code -9", words) and "no answer in" not in words
+        )
+        for rank in {*range(pool.world_size)} - {LOST}:
+            said = re.search(rf"rank {rank} of \d: (Traceback|the process ended with exit code -6)", words)
+            assert said and (said[1] == "Traceback" or transport == "nccl"), words
+            if transport != "nccl":
+                assert float((tmp_path / f"seconds-{rank}").read_text()) < 2 * GPU_TIMEOUT + 5
+        if transport == "gloo":
+            assert words.count("RuntimeError: ringflash: rank") >= 2, words
+        assert max(pool.run(ring_error_on_gpus, transport)) <= BF16_BOUND
+
+
+def endure_on_gpus(path: Path, transport: str) -> int:
+    group = group_on_gpus(transport)
+    backend = dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device())
+    where = World(dist.get_rank(), dist.get_world_size(), device, backend, group)
+    few = ["--iterations", "200", "--problems", "8", "--timeout", "60", "--csv", str(path)]
+    return stress_ring.endure(where, stress_ring.parse(few), transport)
+
+
+@pytest.mark.parametrize(
+    "transport", [pytest.param(transport, marks=on_gpus) for transport in ("gloo", "nvlink", "nccl")]
+)
+def test_delays_on_any_stream_change_no_bit_and_nothing_leaks(tmp_path, transport):
+    """`scripts/stress_ring.py` for longer."""
+    with gpu_pool(transport) as pool:
+        assert pool.run(endure_on_gpus, tmp_path / "rows.csv", transport) == [0] * pool.world_size
