@@ -339,6 +339,8 @@ def main() -> None:
     transport = transport_of(world.group, world.device) if options.transport == "auto" else options.transport
     status = endure(world, options, transport)
     if status == HUNG:
+        if world.rank:  # torchrun ends all when one ends, and rank 0 has a row to write
+            time.sleep(options.timeout)
         os._exit(status)  # to leave the groups in good order might take as long again
     dist.destroy_process_group()
     sys.exit(status)
