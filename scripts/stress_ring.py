@@ -135,11 +135,11 @@ class Delays:
     def around(self) -> Iterator[None]:
         """Inside, visits are delayed on the stream that computes, and copies and signals on theirs."""
         visits, pieces = self.before_each(comm.visits), self.before_each(comm._pieces_of)
-        signals = {name: self.before(getattr(nvlink._Symmetric, name)) for name in ("barrier", "signal", "wait_for")}
+        on_streams = [(nvlink._Symmetric, name) for name in ("barrier", "signal", "wait_for")]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.multiple(comm, visits=visits, _pieces_of=pieces))
-            for name, delayed in signals.items():
-                stack.enter_context(mock.patch.object(nvlink._Symmetric, name, delayed))
+            for owner, name in (*on_streams, (nvlink.CopyEngine, "copy")):
+                stack.enter_context(mock.patch.object(owner, name, self.before(getattr(owner, name))))
             yield
 
 
