@@ -192,9 +192,11 @@ def ring_attention(
         ValueError: on every rank, before any K/V moves: a rank's own bad arguments (the others
             are told which rank refused and why), rows that don't fit the layout, or ranks that disagree with each
             other in shapes, dtypes or options (names which rank passed what).
-        RuntimeError: a peer did not answer within the group's timeout. With "nvlink" the wait is on the device: a
+        RuntimeError: a peer is gone, or did not answer within the group's timeout. Over gloo it names this rank, the
+            peer and the step, or who did not come to the call. With "nvlink" the wait is on the device: a
             line on stdout names rank, peer and channel (`2 * n` or one more for the n-th message of dK and dV), the
-            CUDA context is lost, and the next call that waits for the device raises.
+            CUDA context is lost, and the next call that waits for the device raises. With "nccl" PyTorch's watchdog
+            ends the process, unless told otherwise.
 
     "nvlink" keeps two buffers in a group and device, which grow to the largest call: k and v of a rank once, in their
     dtype, and dk and dv of a rank one and a half times, in fp32 (twice, where that is less than 64 MiB).

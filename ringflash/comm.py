@@ -22,6 +22,7 @@ buffers of half a shard, one is added to, one is sent, and one is received into.
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -41,6 +42,7 @@ from .span import span
 logger = logging.getLogger("ringflash")
 TRANSPORTS = ("auto", "gloo", "nccl", "nvlink")
 GROUP_BYTES = 2**28  # most that a group of several shards takes: see Note [Groups]
+ABSENT_SECONDS = 0.5  # that a rank whose call failed waits to hear who else's did
 HALVED_BYTES = 2**25  # sums of a shard that travel in halves: see Note [Halves]
 
 
@@ -79,27 +81,41 @@ class Transport(Protocol):
         """All exchanges of a pass are behind: what was sent may be overwritten, by what comes on the current stream."""
 
 
-class _Works:
-    """Operations under way on CPU tensors, or on a stream of NCCL's."""
+@contextmanager
+def _named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """What fails inside says on which rank, and what it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"ringflash: rank {dist.get_rank(group)} of the group: {what} failed: {error}") from error
 
-    def __init__(self, works: list[dist.Work], what: str):
-        self.works, self.what = works, what
+
+class _Works:
+    """Operations under way on CPU tensors, or on a stream of NCCL's, each with what it does in words."""
+
+    def __init__(self, group: dist.ProcessGroup, works: list[tuple[dist.Work | None, str]]):
+        self.group, self.works = group, works
 
     def wait(self) -> None:
-        try:
-            for work in self.works:
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"ringflash: {self.what} failed: {error}") from error
+        for work, what in self.works:
+            with _named(self.group, what):
+                if work is not None:
+                    work.wait()
+
+
+@contextmanager
+def _saying(words: str, *values: object) -> Iterator[None]:
+    """What fails inside says these words too, with `values` in the places of their `{}`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} ({words.format(*values)})") from error
 
 
 def _await(pending: Pending, what: str, *values: object) -> None:
     """Wait for `what`, with `values` in the places of its `{}`: its name in a profile, and in the error if it fails."""
-    with span("wait for " + what, *values):
-        try:
-            pending.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"{error} (waiting for {what.format(*values)})") from error
+    with span("wait for " + what, *values), _saying("waiting for " + what, *values):
+        pending.wait()
 
 
 class _Messages(Transport):
@@ -138,15 +154,22 @@ class _Messages(Transport):
 class GlooTransport(_Messages):
     """Gloo, for CPU tensors; CUDA tensors are staged through pinned host memory (gloo cannot read device memory)."""
 
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError('transport="gloo" can\'t be captured in a CUDA graph: the host moves its shards')
+        super().__init__(group, device)
+
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
         if send.is_cuda:
             return _Staged(self, send, receive, to, source, tag)
-        works = []
+        works, receiving, sending = [], f"receiving from rank {source}", f"sending to rank {to}"
         if receive.numel():
-            works.append(dist.irecv(receive, group=self.group, group_src=source, tag=tag))
+            with _named(self.group, receiving):
+                works.append((dist.irecv(receive, group=self.group, group_src=source, tag=tag), receiving))
         if send.numel():
-            works.append(dist.isend(send, group=self.group, group_dst=to, tag=tag))
-        return _Works([w for w in works if w is not None], f"exchange with ranks {to} and {source} of the group")
+            with _named(self.group, sending):
+                works.append((dist.isend(send, group=self.group, group_dst=to, tag=tag), sending))
+        return _Works(self.group, works)
 
 
 class _Staged:
@@ -176,7 +199,7 @@ class NcclTransport(_Messages):
         if receive.numel():
             operations.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=source))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(works, f"exchange with ranks {to} and {source} of the group")
+        return _Works(self.group, [(work, f"exchange with ranks {to} and {source}") for work in works])
 
 
 def check_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -263,6 +286,10 @@ class _Packed(NamedTuple):
         return self.buffer[: b * rows * (heads_a * dim_a + heads_b * dim_b)]
 
 
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 class _Sources(NamedTuple):
     """The ranks of the group whose shards a group has, in words."""
 
@@ -270,8 +297,7 @@ class _Sources(NamedTuple):
     group: Group
 
     def __str__(self) -> str:
-        ranks = list(dict.fromkeys(self.plan.source(piece.step) for piece in self.group.pieces))
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return _ranks(list(dict.fromkeys(self.plan.source(piece.step) for piece in self.group.pieces)))
 
 
 Arrival = tuple[int, Visit | None, Tensor, Tensor]
@@ -445,14 +471,15 @@ class _Passing:
         if self.step < self.plan.hops:
             send, receive = (x.message(self._rows(self.step + i)) for i, x in enumerate(self.shards))
             up, down = (self.plan.rank + 1) % self.plan.world_size, (self.plan.rank - 1) % self.plan.world_size
-            with span("exchange of K and V with ranks {} and {}", up, down):
+            words = "starting to bring K and V of step {}", self.step + 1
+            with span("exchange of K and V with ranks {} and {}", up, down), _saying(*words):
                 self.arriving = self.transport.exchange(send, receive, up, down, tag=0)
 
     def go_on(self) -> None:
         """To the next step, whose shard is then here, and the one behind it on its way."""
         assert self.arriving is not None
         step = self.step + 1
-        _await(self.arriving, "K and V of step {}, from rank {} of the group", step, self.plan.source(step))
+        _await(self.arriving, "K and V of step {}, which are rank {}'s", step, self.plan.source(step))
         self.shards.reverse()
         self.step += 1
         self._start_next()
@@ -517,10 +544,13 @@ class Gradients:
         """Which rows of its source's shard a part is about."""
         return part_rows(self.plan.rows[source], part, self.parts)
 
+    def _brought(self, step: int) -> tuple[str, int]:
+        """What an exchange brings here for a step, in words with a place for the step."""
+        return ("dK and dV at step {}" if step <= self.plan.hops else "dK and dV, come home"), step
+
     def _wait(self) -> None:
         if self.pending is not None:
-            step = self.index // self.parts
-            _await(self.pending, "dK and dV at step {}" if step <= self.plan.hops else "dK and dV, come home", step)
+            _await(self.pending, *self._brought(self.index // self.parts))
         self.pending = None
 
     def _send_on(self, index: int) -> None:
@@ -536,7 +566,8 @@ class Gradients:
         here, there = self.buffers[0], self.buffers[-1]
         peers = to % plan.world_size, holder % plan.world_size
         assert self.transport is not None
-        with span("exchange of dK and dV with ranks {} and {}", *peers):
+        brought, step = self._brought(step + 1)
+        with span("exchange of dK and dV with ranks {} and {}", *peers), _saying("starting to bring " + brought, step):
             self.pending = self.transport.exchange(here.message(rows), there.message(next_rows), *peers, tag=index + 1)
         self.buffers.append(self.buffers.pop(0))
 
@@ -609,10 +640,11 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
         return  # the others may be past their check: don't wait for them
     if work is not None:
         try:
-            _Works([work], "waiting for every rank of the group to make the same call").wait()
-        except RuntimeError:
+            _Works(group, [(work, "waiting for every rank of the group to make the same call")]).wait()
+        except RuntimeError as failure:
+            absent = _absent(group)
             if error is None:
-                raise
+                raise RuntimeError(f"{failure}{absent}") from failure
             return  # what this rank refused says more than that the others did not come
     texts = _decode(all_ranks)
     if error is not None:
@@ -631,12 +663,30 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
         agreed.add(text)
 
 
+def _absent(group: dist.ProcessGroup) -> str:
+    """After a call that every rank was to make failed: who has not failed in it too, in words; "" if nobody knows.
+
+    Costs nothing before: where one rank times out the others' connections close, so all that came say so about now.
+    """
+    try:
+        store = dist.PrefixStore("ringflash/came", group.get_group_store())
+        store.set(str(dist.get_rank(group)), "")
+        deadline = time.monotonic() + ABSENT_SECONDS
+        while absent := [rank for rank in range(dist.get_world_size(group)) if not store.check([str(rank)])]:
+            if time.monotonic() > deadline:
+                return f"; within {ABSENT_SECONDS:g} s there was no word from {_ranks(absent)}"
+            time.sleep(0.02)
+    except RuntimeError:  # the store went with the rank that kept it
+        pass
+    return ""
+
+
 def from_first_rank(group: dist.ProcessGroup, x: Tensor, device: torch.device) -> Tensor:
     """Rank 0's `x`, on every rank: on the CPU where the group has gloo, else on the device and without a wait."""
     x = x.to("cpu" if "gloo" in dist.get_backend_config(group) else device, copy=True)
     if dist.get_world_size(group) > 1:
         work = dist.broadcast(x, group=group, group_src=0, async_op=True)
-        _Works([work] if work is not None else [], "waiting for what rank 0 of the group drew").wait()
+        _Works(group, [(work, "waiting for what rank 0 of the group drew")]).wait()
     return x
 
 
@@ -657,8 +707,7 @@ def _decode(rows: list[Tensor]) -> list[str]:
 def _all_texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[str]:
     """Every rank's line of text, in rank order."""
     rows, work = _gather(group, text, device)
-    if work is not None:
-        _Works([work], "waiting for every rank of the group to say where it is").wait()
+    _Works(group, [(work, "waiting for every rank of the group to say where it is")]).wait()
     return _decode(rows)
 
 
@@ -671,10 +720,7 @@ def _differences(texts: list[str]) -> str:
         for rank, said in enumerate(words):
             ranks_by_value.setdefault(said.get(name, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
-            sayings = (
-                f"{value} (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
-                for value, ranks in ranks_by_value.items()
-            )
+            sayings = (f"{value} ({_ranks(ranks)})" for value, ranks in ranks_by_value.items())
             found.append(f"{name}: {', '.join(sayings)}")
     return "; ".join(found)
 

@@ -346,13 +346,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse()
-    if options.read:
-        with gzip.open(options.read, "rt") as file:
-            present(json.load(file), options.read.with_name(options.read.name.removesuffix(".json.gz") + ".png"))
-        return
-    world = start_world(options.device, options.pg_backend)
+def measure(world: World, options: argparse.Namespace) -> None:
+    """Profile a ring and write its trace, its picture and its rows."""
     default = Shape(1, 32, 8, 16384, 128) if world.device.type == "cuda" else Shape(1, 4, 2, 1024, 32)
     shape: Shape = options.shape or default
     path = output_path(options)
@@ -371,6 +366,15 @@ def main() -> None:
             json.dump(trace, file)
         append_rows(path, present(trace, path.with_suffix(".png")))
     dist.barrier(world.group)
+
+
+def main() -> None:
+    options = parse()
+    if options.read:
+        with gzip.open(options.read, "rt") as file:
+            present(json.load(file), options.read.with_name(options.read.name.removesuffix(".json.gz") + ".png"))
+        return
+    measure(start_world(options.device, options.pg_backend), options)
     dist.destroy_process_group()
 
 

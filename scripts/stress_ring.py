@@ -1,27 +1,30 @@
 """Endurance: ring attention again and again, with random shapes, delays and other traffic; equal inputs, equal bits.
 
     torchrun --nproc-per-node 2 scripts/stress_ring.py --seconds 120                    # GPUs where there are, else CPU
-    torchrun --nproc-per-node 2 scripts/stress_ring.py --iterations 10000 --transport nvlink
+    torchrun --nproc-per-node 2 scripts/stress_ring.py --iterations 10000 --transport nvlink --seed 1
+    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 torchrun ...             # nvlink between ranks that share a GPU
 
 A pool of random small problems (shape, heads, layout, mask, dtype) is drawn first, the same on every rank, and each is
 checked against fp64 as `check_ring.py` does. Then every iteration takes one of them, forward and backward, and compares
 every result with that of the first time, bit by bit. Meanwhile each rank delays itself at random (between visits, and
-the copies of shards beside them), other tensors are allocated and freed, and collectives of another group are under
-way. In the end memory must be what it was after the warm-up.
+on the streams of the shards and of the sums beside them), other tensors are allocated and freed, and collectives of
+another group are under way. In the end memory must be what it was after the warm-up.
 
 Half of the problems are `deterministic=True`. Of the others, where gradients may differ between runs (on GPUs), they
-may by what fp32 sums in another order do. Fails (exit status 1 on every rank) on a wrong first result, on a difference,
-on memory that grew; a hang fails by the group's timeout. A row goes to results/stress_ring.csv.
+may by what fp32 sums in another order do. Fails on a wrong first result or a difference (a mismatch), on memory that
+grew (a leak), and on a hang, which ends by the groups' timeout: by an error, or under NCCL by the end of the process.
+A row goes to results/stress_ring.csv, but for a process that ended. Another `--seed` draws other problems.
 """
 
 import argparse
 import gc
 import itertools
+import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,14 +39,15 @@ from accuracy import NAMES, failures
 from check_ring import maskings, one_rank_errors, ring_errors
 from peers import DTYPES, Inputs, Shape, make_inputs
 from report import add_output_arguments, append_rows, environment, output_path, significant
-from ringflash import comm, ring_attention, shard, transport_of
+from ringflash import comm, nvlink, ring_attention, shard, transport_of
 from ringflash.layout import LAYOUTS
 from ringflash.testing import relative_error
 from world import World, add_world_arguments, reduce, start_world
 
 ANOTHER_ORDER = 0.01  # relative difference of two 16-bit gradients whose fp32 sums went in another order
 RESIDENT_SLACK = 48 * 2**20  # bytes that a process's resident memory may grow by: allocators keep what they freed
-SPIN = 2_000_000  # clock cycles of the longest delay of a stream: about 1 ms
+CLOCK = 2_000_000  # cycles of a GPU in a millisecond, about: `torch.cuda._sleep` counts in those
+MISMATCHED, HUNG = 1, 2  # exit status: results or memory are not what they were; an operation did not end
 
 
 class Problem(NamedTuple):
@@ -100,17 +104,17 @@ class Passes:
 
 
 class Delays:
-    """Random delays of this rank alone: of the host, and of the stream that is current."""
+    """Random delays of this rank alone, of up to `longest` ms: of the host, and of the stream that is current."""
 
-    def __init__(self, world: World):
-        self.pick = random.Random(world.rank)
+    def __init__(self, world: World, longest: float):
+        self.pick, self.longest = random.Random(world.rank), longest
         self.on_gpu = world.device.type == "cuda"
 
     def __call__(self) -> None:
         if self.pick.random() < 0.2:
-            time.sleep(self.pick.random() * 2e-3)
+            time.sleep(self.pick.random() * self.longest * 1e-3)
         if self.on_gpu and self.pick.random() < 0.3:
-            torch.cuda._sleep(self.pick.randrange(SPIN))  # PyTorch's own tests delay streams so
+            torch.cuda._sleep(int(self.pick.random() * self.longest * CLOCK))  # PyTorch's own tests delay streams so
 
     def before_each(self, generate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def delayed(*arguments: Any) -> Iterator[Any]:
@@ -120,19 +124,30 @@ class Delays:
 
         return delayed
 
+    def before(self, call: Callable[..., None]) -> Callable[..., None]:
+        def delayed(*arguments: Any) -> None:
+            self()
+            call(*arguments)
+
+        return delayed
+
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Inside, visits are delayed on the stream that computes, and copies of shards on theirs."""
+        """Inside, visits are delayed on the stream that computes, and copies and signals on theirs."""
         visits, pieces = self.before_each(comm.visits), self.before_each(comm._pieces_of)
-        with mock.patch.multiple(comm, visits=visits, _pieces_of=pieces):
+        on_streams = [(nvlink._Symmetric, name) for name in ("barrier", "signal", "wait_for")]
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.multiple(comm, visits=visits, _pieces_of=pieces))
+            for owner, name in (*on_streams, (nvlink.CopyEngine, "copy")):
+                stack.enter_context(mock.patch.object(owner, name, self.before(getattr(owner, name))))
             yield
 
 
 class Traffic:
     """Collectives of another group, of which one is always under way; they also carry the ranks' clocks."""
 
-    def __init__(self, world: World):
-        self.group = dist.new_group(list(range(world.size)), backend=world.backend)
+    def __init__(self, world: World, timeout: timedelta):
+        self.group = dist.new_group(list(range(world.size)), timeout=timeout, backend=world.backend)
         self.device = world.device if world.backend == "nccl" else torch.device("cpu")
         self.world = world
 
@@ -150,7 +165,7 @@ class Traffic:
                 assert work is not None
                 work.wait()
             if not bool((sums == sum(range(self.world.size))).all()):
-                raise RuntimeError(f"a sum over the other group is wrong: {sums.unique().tolist()}")
+                raise ArithmeticError(f"a sum over the other group is wrong: {sums.unique().tolist()}")
             return clock.item()
 
         return finish
@@ -196,64 +211,109 @@ def check_first(problem: Problem, world: World, backend: str, transport: str) ->
     return failures(ring, one_rank_errors(drawn, backend), DTYPES[problem.dtype])
 
 
-def endure(world: World, options: argparse.Namespace, transport: str) -> int:
-    """Returns the exit status, the same on every rank."""
-    on_gpu = world.device.type == "cuda"
-    dims, dtypes = options.dims or ([128] if on_gpu else [16, 24]), options.dtypes or (["bf16"] if on_gpu else ["fp32"])
-    problems = [Problem.draw(seed, dims, dtypes, 2048 if on_gpu else 192) for seed in range(options.problems)]
-    said: list[str] = []
+class Endurance:
+    """Iterations of this rank, and what was wrong with them."""
 
-    def complain(iteration: int, problem: Problem, words: list[str]) -> None:
+    def __init__(self, world: World, options: argparse.Namespace, transport: str):
+        self.world, self.options, self.transport = world, options, transport
+        on_gpu = world.device.type == "cuda"
+        dims, dtypes = (
+            options.dims or ([128] if on_gpu else [16, 24]),
+            options.dtypes or (["bf16" if on_gpu else "fp32"]),
+        )
+        seeds = range(options.seed * options.problems, (options.seed + 1) * options.problems)
+        self.problems = [Problem.draw(seed, dims, dtypes, 2048 if on_gpu else 192) for seed in seeds]
+        self.traffic = Traffic(world, timedelta(seconds=options.timeout))
+        self.delays = Delays(world, options.longest_delay)
+        self.common, self.own = random.Random(options.seed), random.Random(world.rank)
+        self.kept: list[Tensor] = []
+        self.mismatches = self.leaks = self.done = 0
+        self.seconds = 0.0
+
+    def complain(self, words: str) -> None:
+        print(f"rank {self.world.rank}, iteration {self.done}, {words}", flush=True)
+
+    def compare(self, problem: Problem, words: list[str]) -> None:
         if words:
-            said.append(f"rank {world.rank}, iteration {iteration}, {problem}: {', '.join(words)}")
-            print(said[-1], flush=True)
+            self.mismatches += 1
+            self.complain(f"{problem}: {', '.join(words)}")
 
-    for problem in problems:
-        complain(0, problem, check_first(problem, world, options.backend, transport))
-    passes = [Passes(problem, world, options.backend, transport) for problem in problems]
-    firsts = [run(lambda: None) for run in passes]
-    world.say(f"{len(problems)} problems checked against fp64")
-
-    traffic, delays, common, own = Traffic(world), Delays(world), random.Random(0), random.Random(world.rank)
-    kept: list[Tensor] = []
-
-    def iterate(iteration: int, problem: int, elapsed: float) -> float:
-        finish = traffic.start(elapsed)
-        churn(own, world.device, kept)
-        with delays.around():
-            results = passes[problem](delays)
-        complain(iteration, problems[problem], passes[problem].differences(results, firsts[problem]))
+    def iterate(self, number: int) -> float:
+        """One problem; returns the seconds so far of the slowest rank, the same on every rank."""
+        finish = self.traffic.start(self.seconds)
+        churn(self.own, self.world.device, self.kept)
+        with self.delays.around():
+            results = self.passes[number](self.delays)
+        self.compare(self.problems[number], self.passes[number].differences(results, self.firsts[number]))
         return finish()
 
-    for problem in range(len(problems)):
-        iterate(0, problem, 0.0)
-    kept.clear()
-    before = Memory.now(world)
-    begin = last_word = time.perf_counter()
-    done = 0
-    for done in itertools.count(1):
-        elapsed = iterate(done, common.randrange(len(problems)), time.perf_counter() - begin)
-        if time.perf_counter() - last_word > 10:
-            last_word = time.perf_counter()
-            world.say(f"{done} iterations in {elapsed:.0f} s, {len(said)} complaints on rank 0")
-        if done >= options.iterations or elapsed >= options.seconds:
-            break
-    seconds = time.perf_counter() - begin
-    kept.clear()
-    after = Memory.now(world)
-    if growth := after.growth(before):
-        said.append(f"rank {world.rank}, after {done} iterations: {', '.join(growth)}")
-        print(said[-1], flush=True)
-    worst = reduce(torch.tensor([*before, *after], dtype=torch.float64), dist.ReduceOp.MAX, world.group).long()
-    complaints = int(reduce(torch.tensor([float(len(said))]), dist.ReduceOp.SUM, world.group))
+    def warm_up(self) -> None:
+        options, world = self.options, self.world
+        for problem in self.problems:
+            self.compare(problem, check_first(problem, world, options.backend, self.transport))
+        self.passes = [Passes(problem, world, options.backend, self.transport) for problem in self.problems]
+        self.firsts = [run(lambda: None) for run in self.passes]
+        for number in range(len(self.problems)):
+            self.iterate(number)
+        self.world.say(f"{len(self.problems)} problems checked against fp64")
+
+    def memory(self) -> Memory:
+        self.kept.clear()
+        return Memory.now(self.world)
+
+    def last(self) -> None:
+        """Iterate as often or as long as asked for."""
+        begin = last_word = time.perf_counter()
+        for self.done in itertools.count(1):
+            elapsed = self.iterate(self.common.randrange(len(self.problems)))
+            self.seconds = time.perf_counter() - begin
+            if time.perf_counter() - last_word > 5:
+                last_word = time.perf_counter()
+                self.world.say(f"{self.done} iterations in {elapsed:.0f} s, {self.mismatches} mismatches on rank 0")
+            if self.done >= self.options.iterations or elapsed >= self.options.seconds:
+                return
+
+
+def over_ranks(world: World, op: dist.ReduceOp.RedOpType, *values: float) -> list[float]:
+    return reduce(torch.tensor(values, dtype=torch.float64), op, world.group).tolist()
+
+
+def endure(world: World, options: argparse.Namespace, transport: str) -> int:
+    """Returns the exit status, the same on every rank."""
+    row: dict[str, Any] = {
+        **environment(world.device),
+        "world": world.size,
+        "process_group": world.backend,
+        "transport": transport,
+    }
+    row |= {"backend": options.backend, "problems": options.problems, "seed": options.seed}
+    run, hung = Endurance(world, options, transport), False
+    sums = [0] * 2
+    worst: list[Any] = [""] * (2 * len(Memory._fields))
+    try:
+        run.warm_up()
+        before = run.memory()
+        run.last()
+        after = run.memory()
+        if growth := after.growth(before):
+            run.leaks += 1
+            run.complain(", ".join(growth))
+        worst = [int(x) for x in over_ranks(world, dist.ReduceOp.MAX, *before, *after)]
+        sums = [int(x) for x in over_ranks(world, dist.ReduceOp.SUM, run.mismatches, run.leaks)]
+    except RuntimeError as error:  # after a timeout: groups, and perhaps the GPU, are of no more use
+        hung = True
+        run.complain(str(error))
     if world.rank == 0:
-        row = environment(world.device) | {"world": world.size, "process_group": world.backend, "transport": transport}
-        row |= {"backend": options.backend, "problems": len(problems), "iterations": done}
-        row |= {"seconds": significant(seconds), "complaints": complaints}
+        row |= {"iterations": run.done, "seconds": significant(run.seconds)}
+        row |= {"iterations_per_s": significant(run.done / run.seconds) if run.seconds else ""}
+        row |= {"hangs": int(hung), "mismatches": sums[0], "leaks": sums[1]}
         names = [f"{name}_{when}" for when in ("before", "after") for name in Memory._fields]
-        append_rows(output_path(options), [row | dict(zip(names, worst.tolist(), strict=True))])
-    world.say(f"{done} iterations in {seconds:.0f} s at {world.size} ranks by {transport}: {complaints} complaints")
-    return 1 if complaints else 0
+        append_rows(output_path(options), [row | dict(zip(names, worst, strict=True))])
+    world.say(
+        f"{run.done} iterations in {run.seconds:.0f} s at {world.size} ranks by {transport}: "
+        f"{sums[0]} mismatches, {sums[1]} leaks, {int(hung)} hangs"
+    )
+    return HUNG if hung else MISMATCHED if any(sums) else 0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -261,7 +321,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_world_arguments(parser)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long, warm-up not counted")
     parser.add_argument("--iterations", type=int, default=10_000, help="stop after so many")
-    parser.add_argument("--problems", type=int, default=24)
+    parser.add_argument("--problems", type=int, default=24, help="drawn for a run")
+    parser.add_argument("--seed", type=int, default=0, help="another one draws other problems")
+    parser.add_argument("--longest-delay", type=float, default=1.0, metavar="MS", help="of a host or a stream")
     parser.add_argument("--timeout", type=float, default=120.0, help="of the group, in seconds: what a hang is")
     parser.add_argument("--backend", default="auto", help="attention backend: auto, triton or torch")
     parser.add_argument("--transport", choices=comm.TRANSPORTS, default="auto")
@@ -276,6 +338,10 @@ def main() -> None:
     world = start_world(options.device, options.pg_backend, timeout=timedelta(seconds=options.timeout))
     transport = transport_of(world.group, world.device) if options.transport == "auto" else options.transport
     status = endure(world, options, transport)
+    if status == HUNG:
+        if world.rank:  # torchrun ends all when one ends, and rank 0 has a row to write
+            time.sleep(options.timeout)
+        os._exit(status)  # to leave the groups in good order might take as long again
     dist.destroy_process_group()
     sys.exit(status)
 

@@ -431,13 +431,16 @@ def replays_that_differ(transport: str) -> list[int]:
     return wrong
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("transport", ["nvlink", "nccl"])
-def test_a_captured_ring_replays(gpu_workers, transport):
-    assert gpu_workers(2, transport).run(replays_that_differ, transport) == [[]] * 2
+def test_a_captured_ring_replays(gpu_workers, transport, world_size):
+    """Of 3 ranks: with two shards attended to at once."""
+    pool = gpu_workers(world_size, transport)
+    assert pool.run(replays_that_differ, transport) == [[]] * world_size
 
 
-def buffers_that_are_missing_in_a_capture() -> str:
-    _, step = ring_step("nvlink")
+def error_of_a_capture(transport: str) -> str:
+    _, step = ring_step(transport)
     step()
     release_buffers(world())
     try:
@@ -449,8 +452,28 @@ def buffers_that_are_missing_in_a_capture() -> str:
 
 
 def test_nvlink_refuses_to_make_buffers_in_a_capture(gpu_workers):
-    for said in gpu_workers(2).run(buffers_that_are_missing_in_a_capture):
+    for said in gpu_workers(2).run(error_of_a_capture, "nvlink"):
         assert "before the capture" in said
+
+
+def test_gloo_refuses_to_be_captured(gpu_workers):
+    for said in gpu_workers(2).run(error_of_a_capture, "gloo"):
+        assert "can't be captured in a CUDA graph" in said
+
+
+def same_over_few_ctas() -> bool:
+    group = join_on_gpu()
+    settings = dist.ProcessGroupNCCL.Options()
+    settings.config.max_ctas = 4
+    few = dist.new_group(backend="nccl", pg_options=settings)
+    assert isinstance(few, dist.ProcessGroup)
+    inputs = cuda_inputs(1, 1024, 4, 64, kv_heads=2)
+    q, k, v = (shard(x, group=group) for x in inputs[:3])
+    return torch.equal(*(ring_attention(q, k, v, group=g, causal=True, transport="nccl") for g in (few, group)))
+
+
+def test_a_group_of_nccl_may_have_few_ctas(gpu_workers):
+    assert gpu_workers(2, "nccl").run(same_over_few_ctas) == [True] * 2
 
 
 def transports_that_auto_takes() -> tuple[str, str]:

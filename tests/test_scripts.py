@@ -1,12 +1,17 @@
 """The check and benchmark programs: dry runs on a CPU, and the parts that decide what passes and what is written."""
 
 import csv
+import gzip
+import json
 import math
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
+from datetime import timedelta
+from itertools import count, product
 from pathlib import Path
 from unittest import mock
 
@@ -19,16 +24,19 @@ import accuracy
 import bench_masks
 import check_local
 import check_ring
+import profile_ring
 import report
+import stress_ring
 from accuracy import NAMES
 from emulation import Rank, ResidentTransport
 from peers import LOADERS, MASKS, Case, Inputs, Shape, make_inputs, make_mask
-from ringflash import comm, ring_attention
+from ringflash import comm, merge, ring_attention
 from ringflash.layout import layout_runs, take_rows
 from ringflash.mask import Mask, area
 from ringflash.ops import HAS_TRITON
 from ringflash.plan import plan_ring
 from ringflash.reference import dense_attention
+from ringflash.testing import Workers
 from world import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,13 +202,19 @@ def test_check_ring_passes_on_two_ranks(tmp_path):
     assert "64 of 64 passed at 2 ranks" in done.stdout
 
 
+def cpu_world(group: dist.ProcessGroup | None = dist.group.WORLD) -> World:
+    """The world of a worker."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    return World(dist.get_rank(), dist.get_world_size(), CPU, "gloo", group)
+
+
 def check_a_ring_with_a_wrong_dk(path: Path) -> int:
     def wrong_on_rank_1(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
         out, lse = ring_attention(q, k, v, **options)
         return out + 1e-3 * dist.get_rank() * (k - k.detach()).sum(), lse
 
-    assert dist.group.WORLD is not None
-    world = World(dist.get_rank(), dist.get_world_size(), CPU, "gloo", dist.group.WORLD)
+    world = cpu_world()
     small = ["--lengths", "32", "--heads", "2,2", "--dims", "16", "--dtypes", "fp32", "--masks", "causal"]
     with mock.patch.object(check_ring, "ring_attention", wrong_on_rank_1):
         return check_ring.check(world, check_ring.parse([*small, "--layouts", "zigzag", "--csv", str(path)]))
@@ -211,6 +225,116 @@ def test_check_ring_fails_on_every_rank_when_one_is_wrong(workers, tmp_path):
     (row,) = read(tmp_path / "rows.csv")
     assert row["passed"] == "False"
     assert [name for name in NAMES if float(row[f"{name}_error"]) > 1e-5] == ["dk"]
+
+
+@contextmanager
+def seldom_wrong_merge() -> Iterator[None]:
+    """A merge on rank 1 that now and then loses what it should add."""
+    calls = count(1)
+
+    def merge_or_not(out: Tensor, lse: Tensor, *other: Tensor) -> tuple[Tensor, Tensor]:
+        lost = dist.get_rank() == 1 and next(calls) % 17 == 0
+        return (out, lse) if lost else merge(out, lse, *other)
+
+    with mock.patch("ringflash.reference.merge", merge_or_not):
+        yield
+
+
+@contextmanager
+def leaking_ring() -> Iterator[None]:
+    """Every result stays."""
+    kept = []
+
+    def leak(*tensors: Tensor, **options) -> tuple[Tensor, Tensor]:
+        kept.append(ring_attention(*tensors, **options))
+        return kept[-1]
+
+    with mock.patch.object(stress_ring, "ring_attention", leak):
+        yield
+
+
+@contextmanager
+def sleeping_rank() -> Iterator[None]:
+    """Rank 1 stays away for longer than the timeout, after a while."""
+    calls = count(1)
+
+    def sleep(*tensors: Tensor, **options) -> tuple[Tensor, Tensor]:
+        if dist.get_rank() == 1 and next(calls) == 12:  # past the 8 calls of the warm-up
+            time.sleep(3)
+        return ring_attention(*tensors, **options)  # pyright: ignore[reportReturnType]
+
+    with mock.patch.object(stress_ring, "ring_attention", sleep):
+        yield
+
+
+@contextmanager
+def no_fault() -> Iterator[None]:
+    yield
+
+
+def endure(path: Path, fault) -> int:
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    assert isinstance(group, dist.ProcessGroup)
+    options = ["--iterations", "40", "--problems", "4", "--longest-delay", "0.5", "--timeout", "1.5"]
+    with fault():
+        return stress_ring.endure(cpu_world(group), stress_ring.parse([*options, "--csv", str(path)]), "gloo")
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "found"),
+    [
+        (no_fault, 0, "nothing"),
+        (seldom_wrong_merge, stress_ring.MISMATCHED, "mismatches"),
+        (leaking_ring, stress_ring.MISMATCHED, "leaks"),
+        (sleeping_rank, stress_ring.HUNG, "hangs"),
+    ],
+)
+def test_stress_ring_finds(tmp_path, fault, status, found):
+    with Workers(2) as pool:  # of its own: a hang breaks what it is in
+        assert pool.run(endure, tmp_path / "rows.csv", fault) == [status, status]
+    (row,) = read(tmp_path / "rows.csv")
+    numbers = {name: int(row[name]) for name in ("mismatches", "leaks", "hangs")}
+    assert all((number > 0) == (name == found) for name, number in numbers.items()), numbers
+    if found != "hangs":
+        assert row["iterations"] == "40" and int(row["tensors_before"]) > 0
+        assert float(row["iterations_per_s"]) == pytest.approx(40 / float(row["seconds"]), rel=1e-3)
+
+
+def profile_a_ring(directory: Path) -> None:
+    small = ["--shape", "1,4,2,128,16", "--repeats", "2", "--dtype", "fp32", "--mask", "full"]
+    profile_ring.measure(cpu_world(), profile_ring.parse([*small, "--out", str(directory)]))
+
+
+def test_profile_ring_writes_a_trace_whose_visits_have_names_a_picture_and_the_exposed_share(workers, tmp_path, capsys):
+    workers(2).run(profile_a_ring, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"profile_ring.{x}" for x in ("csv", "json.gz", "png")]
+    assert (tmp_path / "profile_ring.png").read_bytes().startswith(b"\x89PNG")
+    rows = read(tmp_path / "profile_ring.csv")
+    assert [(row["pass"], row["rank"]) for row in rows] == list(product(["forward", "backward"], "01"))
+    for row in rows:
+        assert 0 < float(row["compute_ms"]) < float(row["pass_ms"]) and float(row["transfer_ms"]) > 0
+        assert 0 <= float(row["exposed_share"]) < 1 and row["repeats"] == "2"
+    with gzip.open(tmp_path / "profile_ring.json.gz", "rt") as file:
+        trace = json.load(file)
+    for rank in (0, 1):
+        events = [x for x in trace["traceEvents"] if x["pid"] // profile_ring.FIRST_PID == rank]
+        names = {x["name"] for x in events if x.get("cat") == "user_annotation"}
+        visits = {f"ringflash visit {index} from rank {(rank - index) % 2}" for index in range(2)}
+        waits = {f"ringflash wait for rank {1 - rank}", "ringflash wait for dK and dV, come home"}
+        assert names >= visits | waits | {"ringflash forward", "ringflash backward"}
+    again = profile_ring.present(trace, tmp_path / "again.png")
+    assert [row["exposed_ms"] for row in again] == [row["exposed_ms"] for row in rows]
+    assert "exposed-transfer share: forward" in capsys.readouterr().out and (tmp_path / "again.png").exists()
+
+
+def test_exposed_is_what_moves_while_nothing_is_computed():
+    bar = profile_ring.Bar
+    computing = [bar(0, 10, "0"), bar(8, 12, "0"), bar(20, 30, "1")]
+    moving = [bar(5, 15, "K and V"), bar(14, 18, "dK and dV"), bar(22, 25, "signal"), bar(33, 34, "signal")]
+    one = profile_ring.Pass(0, "forward", computing, moving)
+    assert one.exposed == [(12, 18), (33, 34)]
+    expected = {"pass": 34, "compute": 22, "transfer": 17, "exposed": 7, "idle": 5}
+    assert one.milliseconds == pytest.approx({name: time / 1e3 for name, time in expected.items()})
 
 
 def test_bench_ring_compares_two_ranks_with_the_fastest_single_one(tmp_path):
