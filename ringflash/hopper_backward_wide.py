@@ -58,14 +58,14 @@ def _accumulate(
 
 @gluon.jit
 def _step(
-    total, stages, masked, dq, buffers, barriers, key, n_k, scale_log2, zero_dq,
+    total, stages, masked, dq, buffers, p_s, barriers, p_full, key, n_k, scale_log2, zero_dq,
     WHO: gl.constexpr, FIRST: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     s_layout: gl.constexpr, total_layout: gl.constexpr, dq_layout: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries: adds to dV (or dK), leaves P (or dS), and adds half of dQ of the tile before it."""
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, p_s = buffers
-    _, q_full, dout_full, ds_full, free, p_full = barriers
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
+    _, q_full, dout_full, ds_full, free = barriers
     stage, phase, stage_before, phase_before = stages
     left_layout: gl.constexpr = gl.DotOperandLayout(0, total_layout, 2)
     q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
@@ -113,16 +113,16 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, barriers, tiles, dq, out, n_k, n_tiles_q, first_head, heads, scale, unit,
+    WHO: gl.constexpr, buffers, p_s, barriers, p_full, tiles, dq, out, n_k, n_tiles_q, first_head, heads, scale, unit,
     DIM: gl.constexpr, BLOCK_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: the sum of dV (the first) or dK, `unit` of it, and its half of each tile of dQ one step late."""
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, p_s = buffers
-    kv_full, _, _, ds_full, _, _ = barriers
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
+    kv_full, _, _, ds_full, _ = barriers
     k_s = k_s.reshape([BLOCK_K, BLOCK_D])
     v_s = v_s.reshape([BLOCK_K, BLOCK_DV])
-    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, p_s)
+    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     total_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DIM, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // 2, 16])
@@ -139,7 +139,7 @@ def _consumer(
     mbarrier.wait(kv_full.index(0), 0)
     total = _step(
         total, (0, 0, 0, 0), (tile < full_first) | (tile >= full_stop), dq,
-        buffers, barriers, key, n_k, scale * LOG2E, zero_dq,
+        buffers, p_s, barriers, p_full, key, n_k, scale * LOG2E, zero_dq,
         WHO, True, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, total_layout, dq_layout,
     )  # fmt: skip
     stage, phase = _next_stage(0, 0, STAGES)
@@ -152,7 +152,7 @@ def _consumer(
         tile, place = _next_tile(tile, place, first, stop, n_tiles_q)
         total = _step(
             total, (stage, phase, stage_before, phase_before), (tile < full_first) | (tile >= full_stop), dq_before,
-            buffers, barriers, key, n_k, scale * LOG2E, zero_dq,
+            buffers, p_s, barriers, p_full, key, n_k, scale * LOG2E, zero_dq,
             WHO, False, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, s_layout, total_layout, dq_layout,
         )  # fmt: skip
         stage_before = stage
@@ -228,11 +228,11 @@ def wide_backward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, buffers + (p_s,), barriers + (p_full,), tiles, dq, dv, n_k, n_tiles_q, head, heads, scale, P_UNIT,
+                0, buffers, p_s, barriers, p_full, tiles, dq, dv, n_k, n_tiles_q, head, heads, scale, P_UNIT,
                 DV, BLOCK_DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_consumer, (
-                1, buffers + (p_s,), barriers + (p_full,), tiles, dq, dk, n_k, n_tiles_q, head, heads, scale, scale,
+                1, buffers, p_s, barriers, p_full, tiles, dq, dk, n_k, n_tiles_q, head, heads, scale, scale,
                 D, BLOCK_D, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (
