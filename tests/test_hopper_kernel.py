@@ -45,7 +45,7 @@ def test_other_gpus_and_fp32_take_the_portable_kernels(monkeypatch):
             assert kernel_of(which, 128, 128, torch.bfloat16, capability) == "portable"
         assert kernel_of(which, 128, 128, torch.float32, (9, 0)) == "portable"
     monkeypatch.setattr(local_kernel, "HAS_GLUON", False)
-    assert kernel_of("forward", 128, 128, torch.bfloat16, (9, 0)) == "portable"
+    assert kernel_of.__wrapped__("forward", 128, 128, torch.bfloat16, (9, 0)) == "portable"
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
