@@ -94,8 +94,8 @@ def flash_attention(
             `1 - dropout_p`. lse is without it. Which ones follows from a seed that every call draws from PyTorch's
             default generator of the CPU (`torch.manual_seed` governs it), and from batch, head and positions alone: the
             same in a ring of any size and layout, with any backend.
-        deterministic: bitwise-equal gradients from run to run. On Hopper GPUs (fp16 and bf16, head dims up to 128) that
-            takes a slower backward pass: the default one adds to dQ in any order. Elsewhere gradients always are.
+        deterministic: bitwise-equal gradients from run to run. On Hopper GPUs (fp16 and bf16) that takes a
+            slower backward pass: the default one adds to dQ in any order. Elsewhere gradients always are.
         return_lse: return the log-sum-exp too.
         backend: "triton" (NVIDIA GPUs; fp16, bf16, fp32), "torch" (blockwise, any device and dtype), or "auto": triton
             where it can run, else torch.

@@ -2,7 +2,8 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 # (jitted code is Gluon's language, not Python's types)
-"""The backward pass on Hopper GPUs (sm_90), in Gluon. docs/hopper_kernel.md draws who waits for what.
+"""The backward pass on Hopper GPUs (sm_90) up to head dim 128, in Gluon. docs/hopper_kernel.md draws who waits for
+what.
 
 A program owns BLOCK_K keys of one key/value head: two consumers, warpgroups of half of them each, and a producer, one
 warp that loads. It meets every tile of queries that sees its keys, over all query heads that these serve, and sums dK

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from .gluon_compat import TensorDescriptor, gl
 from .hopper_backward import backward_kernel
+from .hopper_backward_wide import wide_backward_kernel
 from .hopper_forward import forward_kernel
 from .launch import (
     Kind,
@@ -147,7 +148,10 @@ class ForwardTile:
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """Two warpgroups, each with half of `block_k` keys, against `block_q` queries at a time, `stages` on their way."""
+    """Two warpgroups and `block_k` keys against `block_q` queries at a time, `stages` on their way.
+
+    With 128 keys each warpgroup has half of them; with 64 one sums dV and one dK (hopper_backward_wide.py).
+    """
 
     block_d: int
     block_dv: int
@@ -169,11 +173,12 @@ def forward_tile(head_dim: int, v_dim: int) -> ForwardTile:
 
 @lru_cache
 def backward_tile(head_dim: int, v_dim: int) -> BackwardTile:
-    """The backward tile for head dims up to 128."""
+    """The backward tile for head dims up to 256."""
     if max(head_dim, v_dim) <= 64:
         return BackwardTile(64, 64, block_q=128, block_k=128, stages=2)
-    # 64 queries: the warpgroups share dQ by columns, 64 each
-    return BackwardTile(128, _padded(v_dim), block_q=64, block_k=128, stages=2)
+    # 64 queries: the warpgroups share dQ by columns, 64 each or more
+    block_k = 128 if max(head_dim, v_dim) <= 128 else 64
+    return BackwardTile(max(_padded(head_dim), 128), _padded(v_dim), block_q=64, block_k=block_k, stages=2)
 
 
 def _padded(dim: int) -> int:
@@ -368,8 +373,9 @@ def _backward_launch(
     scale: float,
     device: torch.device,
 ) -> Launch:
-    """A launch of `backward_kernel`, by all that its form depends on."""
+    """A launch of `backward_kernel` or `wide_backward_kernel`, by all that its form depends on."""
     tile = backward_tile(q.shape[3], v.shape[3])
+    kernel = backward_kernel if tile.block_k == 128 else wide_backward_kernel
     n_batches, n_q, n_heads, head_dim = q.shape
     _, n_k, kv_heads, v_dim = v.shape
     numbers = {
@@ -399,7 +405,7 @@ def _backward_launch(
     }
     grid = (count_blocks(n_k, tile.block_k), kv_heads, n_batches)
     tensors = ("lse", "delta", "dq", "dk", "dv", "ranges", "seen")
-    return Launch(backward_kernel, grid, boxes, tensors, numbers, num_warps=4, maxnreg=168)
+    return Launch(kernel, grid, boxes, tensors, numbers, num_warps=4, maxnreg=168)
 
 
 def finish_backward(state: Started) -> Tensor:

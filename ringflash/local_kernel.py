@@ -684,12 +684,11 @@ def kernel_of(
 ) -> Kernels:
     """The kernels that a pass gets: a pure function, so every rank makes the same choice.
 
-    "hopper" (compute capability 9.0, fp16 and bf16) up to head dim 256 forward and 128 backward. Its backward adds to
-    dQ in whatever order programs come: a deterministic pass takes dQ from the portable kernel (see `Ordered`). And it
-    knows scores that are `plain` alone: a scale and no more.
+    "hopper" (compute capability 9.0, fp16 and bf16) up to head dim 256. Its backward adds to dQ in whatever order
+    programs come: a deterministic pass takes dQ from the portable kernel (see `Ordered`). And it knows scores that are
+    `plain` alone: a scale and no more.
     """
-    widest = {"forward": 256, "backward": 128}[which]
-    fits = capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and max(head_dim, v_dim) <= widest
+    fits = capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and max(head_dim, v_dim) <= 256
     return "hopper" if HAS_GLUON and fits and plain else "portable"
 
 

@@ -28,6 +28,7 @@ KERNELS = {
     "dkv": local_kernel._dkv_kernel,
 }
 FORWARD_KERNEL, BACKWARD_KERNEL = hopper_kernel.forward_kernel, hopper_kernel.backward_kernel
+WIDE_BACKWARD_KERNEL = hopper_kernel.wide_backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
 WIDE_ARGUMENTS = ("scale", "scale_log2", "cap_log2", "keep_scale")
 FP32_POINTERS = ("lse", "delta", "slopes")
@@ -142,12 +143,13 @@ def compile_hopper(
     assert visit is not None
     recorder = Recorder()
     forget_launches()
-    with patch.multiple(hopper_kernel, forward_kernel=recorder, backward_kernel=recorder):
+    kernels = dict.fromkeys(("forward_kernel", "backward_kernel", "wide_backward_kernel"), recorder)
+    with patch.multiple(hopper_kernel, **kernels):
         if kernel == "forward":
             function = FORWARD_KERNEL
             hopper_kernel.forward(q, k, v, visit, 0.1, into=total, first=not accumulate)
         else:
-            function = BACKWARD_KERNEL
+            function = BACKWARD_KERNEL if max(dim, v.shape[3]) <= 128 else WIDE_BACKWARD_KERNEL
             rows = torch.zeros(2, 4, 128)
             dq = None if without_dq else torch.zeros(2, 4, 1, 1)
             state = hopper_kernel.Started(rows, rows, dq, 64, dim, v.shape[3], 0.1, dtype)

@@ -144,7 +144,8 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
                 first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
                 scores = scores.masked_fill((key[:, None] < first) | (key[:, None] >= last), NEG_INF)
             p = torch.exp2(scores * a["scale"] * LOG2E)
-            ds = (p * (v @ dout.T + a["delta"][batch, head, rows])).to(narrow).float()
+            p_sent = p if block_k == 128 else (p * 1024).to(torch.float16).float() / 1024  # Note [P in 16 bits]
+            ds = (p_sent * (v @ dout.T + a["delta"][batch, head, rows])).to(narrow).float()
             dv += p.to(narrow).float() @ dout
             dk += ds @ q
             if a["WITH_DQ"]:

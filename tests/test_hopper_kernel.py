@@ -35,11 +35,8 @@ def test_hopper_passes_match_dense_attention_with_doubles_of_the_gluon_kernels()
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_hopper_gpus_take_their_own_kernels(dtype):
-    for dims in ((64, 64), (128, 128), (16, 128), (96, 40)):
+    for dims in ((64, 64), (128, 128), (16, 128), (96, 40), (256, 256), (192, 128), (64, 136)):
         assert kernel_of("forward", *dims, dtype, (9, 0)) == kernel_of("backward", *dims, dtype, (9, 0)) == "hopper"
-    for dims in ((256, 256), (192, 128), (64, 136)):
-        assert kernel_of("forward", *dims, dtype, (9, 0)) == "hopper"
-        assert kernel_of("backward", *dims, dtype, (9, 0)) == "portable"
 
 
 def test_other_gpus_and_fp32_take_the_portable_kernels(monkeypatch):
@@ -48,7 +45,7 @@ def test_other_gpus_and_fp32_take_the_portable_kernels(monkeypatch):
             assert kernel_of(which, 128, 128, torch.bfloat16, capability) == "portable"
         assert kernel_of(which, 128, 128, torch.float32, (9, 0)) == "portable"
     monkeypatch.setattr(local_kernel, "HAS_GLUON", False)
-    assert kernel_of("forward", 128, 128, torch.bfloat16, (9, 0)) == "portable"
+    assert kernel_of.__wrapped__("forward", 128, 128, torch.bfloat16, (9, 0)) == "portable"
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -61,7 +58,7 @@ def test_scores_with_more_than_a_scale_get_the_portable_kernels(which):
 
 @pytest.mark.parametrize("tile_of", [forward_tile, backward_tile])
 def test_tiles_hold_every_head_dim(tile_of):
-    dims = range(16, 257 if tile_of is forward_tile else 129, 8)
+    dims = range(16, 257, 8)
     for head_dim, v_dim in product(dims, dims):
         tile = tile_of(head_dim, v_dim)
         assert tile.block_d >= head_dim and tile.block_dv >= v_dim
@@ -86,6 +83,11 @@ TUNED: list[Variant] = [
     ),
     ("forward", torch.float16, 96, 96, ()),
 ]
+WIDE: list[Variant] = [
+    ("backward", torch.bfloat16, 256, 256, ()),
+    ("backward", torch.float16, 192, 128, (("accumulate", True),)),
+    ("backward", torch.bfloat16, 160, 256, (("accumulate", True), ("full", True), ("without_dq", True))),
+]
 OTHERS: list[Variant] = [
     ("forward", torch.bfloat16, 256, 256, (("accumulate", True),)),
     ("forward", torch.bfloat16, 192, 128, ()),
@@ -94,6 +96,7 @@ OTHERS: list[Variant] = [
     ("backward", torch.bfloat16, 128, 128, (("accumulate", True), ("full", True))),
     ("backward", torch.float16, 64, 128, (("accumulate", True),)),
     ("backward", torch.bfloat16, 128, 128, (("without_dq", True),)),
+    *WIDE,
 ]
 
 
@@ -132,3 +135,9 @@ def test_the_forward_pass_spills_nothing_in_its_loop(variant, code):
     # d64 that merges has three consumers of 160 registers: the third keeps two scalars of its outer loop in memory.
     merging_d64 = variant == ("forward", torch.bfloat16, 64, 64, (("accumulate", True),))
     assert code(variant).spilled_bytes <= (8 if merging_d64 else 0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", WIDE, ids=describe)
+def test_the_backward_pass_above_128_spills_two_scalars_at_most(variant, code):
+    assert code(variant).spilled_bytes <= 8
