@@ -41,6 +41,7 @@ from .gluon_compat import (
 from .hopper_forward import _load_tiles, _next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
+NUMBERS = ["n_q", "n_k", "n_blocks", "n_tiles_q", "kv_heads", "kv_together", "heads_per_kv", "first_head", "heads"]
 
 
 # Verbs --------------------------------------------------------------------------------------------------------------
@@ -68,6 +69,20 @@ def _add_tile(base, x, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.conste
         "red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,f,f,f,f",
         [(base + place).to(gl.int64), a, b, c, d], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def _find_block(n_blocks, kv_heads, kv_together):
+    """`(block, kv_head, batch)` of this program: `kv_together` heads at a time, so that their queries stay in L2, and
+    their blocks from the first one, which the most queries see when causal: programs that start last are short."""
+    place = gl.program_id(0)
+    n_heads = gl.num_programs(0) // n_blocks  # of all batches
+    group = place // (n_blocks * kv_together)
+    place -= group * (n_blocks * kv_together)
+    in_group = gl.minimum(kv_together, n_heads - group * kv_together)
+    block = place // in_group
+    head = group * kv_together + place - block * in_group
+    return block, head % kv_heads, head // kv_heads
 
 
 @gluon.jit
@@ -156,12 +171,10 @@ def _step(
 
 @gluon.jit
 def _write(
-    x, base, first_row, n_rows,
+    x, base, first_row, n_rows, kv_heads,
     ROWS: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Write, or add to, rows of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element."""
-    kv_heads = gl.num_programs(1)
-    base += (gl.program_id(2).to(gl.int64) * n_rows * kv_heads + gl.program_id(1)) * DIM
+    """Write, or add to, rows of a head of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element."""
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
     pointers = base + rows.to(gl.int64)[:, None] * (kv_heads * DIM) + cols[None, :]
@@ -176,7 +189,8 @@ def _write(
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, n_k, n_tiles_q, first_head, heads, scale,
+    WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, first_row, n_k, kv_heads, n_tiles_q, first_head,
+    heads, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
@@ -197,7 +211,7 @@ def _consumer(
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, dk_layout)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, dv_layout)
     zero_dq = gl.zeros([DQ_ROWS, DQ_COLS], gl.float32, dq_layout)
-    first_row = gl.program_id(0) * BLOCK_K + WHO * KEYS
+    first_row += WHO * KEYS
     key = first_row + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
     if WITH_DQ:
         dq += WHO * (DQ_ROWS * DQ_COLS)
@@ -235,8 +249,8 @@ def _consumer(
         dq_tile = _start_dq(ds_s.index(slot_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
         _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
-    _write(dk * scale, dk_out, first_row, n_k, KEYS, BLOCK_D, D, ADD, dk_layout)
-    _write(dv, dv_out, first_row, n_k, KEYS, BLOCK_DV, DV, ADD, dv_layout)
+    _write(dk * scale, dk_out, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_layout)
+    _write(dv, dv_out, first_row, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_layout)
 
 
 @gluon.jit
@@ -281,10 +295,10 @@ def _producer(
 # Kernel ------------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["n_q", "n_k", "heads_per_kv", "first_head", "heads", "n_tiles_q"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen,
-    n_q, n_k, n_tiles_q, heads_per_kv, first_head, heads, scale,
+    n_q, n_k, n_blocks, n_tiles_q, kv_heads, kv_together, heads_per_kv, first_head, heads, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, ds_layout: gl.constexpr,
@@ -292,9 +306,7 @@ def backward_kernel(
     """One block of keys of one key/value head against the queries that see it."""
     HAS_TABLE: gl.constexpr = seen is not None
     SLOTS: gl.constexpr = STAGES + 1
-    block = gl.program_id(0)
-    kv_head = gl.program_id(1)
-    batch = gl.program_id(2)
+    block, kv_head, batch = _find_block(n_blocks, kv_heads, kv_together)
     first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_Q)
     if ADD:
         if nothing:
@@ -304,10 +316,12 @@ def backward_kernel(
         full_first = stop
         full_stop = stop
     head = kv_head * heads_per_kv + first_head
-    all_heads = gl.num_programs(1) * heads_per_kv
-    rows = batch.to(gl.int64) * all_heads * n_tiles_q * BLOCK_Q
+    rows = batch.to(gl.int64) * kv_heads * heads_per_kv * n_tiles_q * BLOCK_Q
     lse += rows
     delta += rows
+    place = batch.to(gl.int64) * n_k * kv_heads + kv_head
+    dk += place * D
+    dv += place * DV
     if WITH_DQ:
         dq += rows * BLOCK_D
 
@@ -338,11 +352,11 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, buffers, barriers, tiles, dq, dk, dv, n_k, n_tiles_q, head, heads, scale,
+                0, buffers, barriers, tiles, dq, dk, dv, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_consumer, (
-                1, buffers, barriers, tiles, dq, dk, dv, n_k, n_tiles_q, head, heads, scale,
+                1, buffers, barriers, tiles, dq, dk, dv, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (

@@ -24,7 +24,7 @@ the product with dO keep 8 or 11, and takes half of the bytes of fp32. `p` and d
 import math
 
 from .gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from .hopper_backward import _add_tile, _mask, _next_tile, _producer, _start_dq, _write
+from .hopper_backward import NUMBERS, _add_tile, _find_block, _mask, _next_tile, _producer, _start_dq, _write
 from .hopper_forward import _load_tiles, _next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
@@ -113,7 +113,8 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, p_s, barriers, p_full, tiles, dq, out, n_k, n_tiles_q, first_head, heads, scale, unit,
+    WHO: gl.constexpr, buffers, p_s, barriers, p_full, tiles, dq, out, first_row, n_k, kv_heads, n_tiles_q, first_head,
+    heads, scale, unit,
     DIM: gl.constexpr, BLOCK_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
@@ -129,7 +130,6 @@ def _consumer(
     TILE: gl.constexpr = BLOCK_Q * BLOCK_D
     total = gl.zeros([BLOCK_K, BLOCK_DIM], gl.float32, total_layout)
     zero_dq = gl.zeros([BLOCK_Q, BLOCK_D // 2], gl.float32, dq_layout)
-    first_row = gl.program_id(0) * BLOCK_K
     key = first_row + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, s_layout))
     if WITH_DQ:
         dq += WHO * (TILE // 2)
@@ -163,16 +163,16 @@ def _consumer(
         dq_tile = _start_dq(ds_s.index(stage_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
         _add_tile(dq + place.to(gl.int64) * TILE, dq_tile, BLOCK_Q, BLOCK_D // 2, dq_layout)
-    _write(total * unit, out, first_row, n_k, BLOCK_K, BLOCK_DIM, DIM, ADD, total_layout)
+    _write(total * unit, out, first_row, n_k, kv_heads, BLOCK_K, BLOCK_DIM, DIM, ADD, total_layout)
 
 
 # Kernel ------------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["n_q", "n_k", "heads_per_kv", "first_head", "heads", "n_tiles_q"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def wide_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen,
-    n_q, n_k, n_tiles_q, heads_per_kv, first_head, heads, scale,
+    n_q, n_k, n_blocks, n_tiles_q, kv_heads, kv_together, heads_per_kv, first_head, heads, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, ds_layout: gl.constexpr,
@@ -180,9 +180,7 @@ def wide_backward_kernel(
     """One block of keys of one key/value head against the queries that see it."""
     gl.static_assert(STAGES >= 2, "see Note [Slots that need no barrier to fall free]")
     HAS_TABLE: gl.constexpr = seen is not None
-    block = gl.program_id(0)
-    kv_head = gl.program_id(1)
-    batch = gl.program_id(2)
+    block, kv_head, batch = _find_block(n_blocks, kv_heads, kv_together)
     first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_Q)
     if ADD:
         if nothing:
@@ -192,10 +190,12 @@ def wide_backward_kernel(
         full_first = stop
         full_stop = stop
     head = kv_head * heads_per_kv + first_head
-    all_heads = gl.num_programs(1) * heads_per_kv
-    rows = batch.to(gl.int64) * all_heads * n_tiles_q * BLOCK_Q
+    rows = batch.to(gl.int64) * kv_heads * heads_per_kv * n_tiles_q * BLOCK_Q
     lse += rows
     delta += rows
+    place = batch.to(gl.int64) * n_k * kv_heads + kv_head
+    dk += place * D
+    dv += place * DV
     if WITH_DQ:
         dq += rows * BLOCK_D
 
@@ -228,11 +228,13 @@ def wide_backward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, buffers, p_s, barriers, p_full, tiles, dq, dv, n_k, n_tiles_q, head, heads, scale, P_UNIT,
+                0, buffers, p_s, barriers, p_full, tiles, dq, dv, first_row, n_k, kv_heads, n_tiles_q, head, heads,
+                scale, P_UNIT,
                 DV, BLOCK_DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_consumer, (
-                1, buffers, p_s, barriers, p_full, tiles, dq, dk, n_k, n_tiles_q, head, heads, scale, scale,
+                1, buffers, p_s, barriers, p_full, tiles, dq, dk, first_row, n_k, kv_heads, n_tiles_q, head, heads,
+                scale, scale,
                 D, BLOCK_D, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (

@@ -101,6 +101,12 @@ def _softmax(scores, row_max, scale_log2):
 
 
 @gluon.jit
+def _add_columns(p):
+    """[Q, K] -> [Q, 4]: sums over the columns that a thread has. The four are added once, at the end."""
+    return gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _next_stage(stage, phase, STAGES: gl.constexpr):
     """The stage after this one, and its phase: which of its uses the barriers count, 0 or 1."""
     last = stage == STAGES - 1
@@ -142,7 +148,8 @@ def _step(
     if i < n_masked:
         scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_count, BLOCK_K, s_layout)
     p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
-    row_sum = row_sum * rescale + gl.sum(p_wide, 1)
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    row_sum += _add_columns(p_wide)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(free.index(stage))
     p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
@@ -151,12 +158,23 @@ def _step(
 
 
 @gluon.jit
-def _turn_of(turn):
-    """The piece of work that this program takes at its `turn`: programs in order, then in reverse, and so on, so that
-    none always gets the longest of a round."""
-    programs = gl.num_programs(0)
-    place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
-    return turn * programs + place
+def _count_work(schedule, n_work):
+    """How many pieces of work this program has."""
+    if schedule is None:
+        count = (n_work - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    else:
+        count = gl.load(schedule + gl.program_id(0))
+    return count
+
+
+@gluon.jit
+def _take_work(schedule, turn):
+    """The piece of work that this program takes at its `turn`."""
+    if schedule is None:
+        work = turn * gl.num_programs(0) + gl.program_id(0)
+    else:
+        work = gl.load(schedule + (turn + 1) * gl.num_programs(0) + gl.program_id(0))
+    return work
 
 
 @gluon.jit
@@ -251,7 +269,7 @@ def _attend_block(
     scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
     p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
-    row_sum = gl.sum(p_wide, 1)
+    row_sum = _add_columns(p_wide)
     p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
@@ -275,7 +293,7 @@ def _attend_block(
     acc = _start_out(p, v_s, before, acc, BLOCK_K, BLOCK_DV)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
-    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, o_layout))
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, o_layout))
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
     _write(acc, row_max, row_sum, out, lse, rows, n_q, stride_os, BLOCK_DV, DV, MERGE, o_layout)
@@ -291,7 +309,7 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup: its share of the queries of every piece of work."""
     (
-        out, lse, ranges, seen, stride_ob, stride_os, stride_oh,
+        out, lse, ranges, seen, schedule, stride_ob, stride_os, stride_oh,
         n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
     ) = given  # fmt: skip
     if PINGPONG:
@@ -300,11 +318,11 @@ def _consumer(
     stage = 0
     phase = 0
     q_phase = 0
-    for turn in range((n_work + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        work = gl.minimum(_turn_of(turn), n_work - 1)
+    for turn in range(_count_work(schedule, n_work)):
+        work = _take_work(schedule, turn)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
         first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
-        if (_turn_of(turn) < n_work) & (not MERGE or not nothing):  # else past the end, or merging the identity
+        if not MERGE or not nothing:  # else it would merge the identity
             stage, phase = _attend_block(
                 WHO, stage, phase, q_phase, buffers, barriers, (first, full_first, full_stop, stop),
                 out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh,
@@ -327,15 +345,15 @@ def _producer(
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, v_full, free = barriers
     q_desc, k_desc, v_desc = descriptors
-    _, _, ranges, _, _, _, _, _, _, n_blocks, n_heads, n_work, heads_per_kv, heads_together, _ = given
+    _, _, ranges, _, schedule, _, _, _, _, _, n_blocks, n_heads, n_work, heads_per_kv, heads_together, _ = given
     stage = 0
     phase = 0
     q_phase = 0
-    for turn in range((n_work + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        work = gl.minimum(_turn_of(turn), n_work - 1)
+    for turn in range(_count_work(schedule, n_work)):
+        work = _take_work(schedule, turn)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
         first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
-        if (_turn_of(turn) < n_work) & (not MERGE or not nothing):  # else past the end, or merging the identity
+        if not MERGE or not nothing:  # else it would merge the identity
             tiles = (first, full_first, full_stop, stop)
             n_tiles = stop - first
             for who in gl.static_range(CONSUMERS):
@@ -370,13 +388,13 @@ def _producer(
     do_not_specialize_on_alignment=["lse"],  # of a few of very many batches
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, ranges, seen,
+    q_desc, k_desc, v_desc, out, lse, ranges, seen, schedule,
     stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of queries of one head each against the keys they see; a program takes one of `num_programs` in turn."""
+    """Blocks of queries of one head each against the keys they see: every `num_programs`-th, or as a schedule says."""
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
@@ -396,7 +414,7 @@ def forward_kernel(
     buffers = (q_s, k_s, v_s)
     barriers = (q_full, q_empty, k_full, v_full, free)
     given = (
-        out, lse, ranges, seen, stride_ob, stride_os, stride_oh,
+        out, lse, ranges, seen, schedule, stride_ob, stride_os, stride_oh,
         n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
     )  # fmt: skip
     descriptors = (q_desc, k_desc, v_desc)

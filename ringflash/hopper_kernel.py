@@ -17,11 +17,13 @@ subtracted afterwards. Both rows are padded to whole tiles. Past the end, and wh
 is -inf: then p is 0, and so is all that comes of it.
 """
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -46,12 +48,15 @@ from .launch import (
     to_device,
 )
 from .merge import Partial
-from .plan import Visit
+from .plan import TABLE_BYTES, Visit, keep_by_bytes
 
 LOG2E = math.log2(math.e)
 NEG_INF = tl.constexpr(float("-inf"))
 ROWS = 64  # of queries in a warpgroup, forward
-SHORT_BLOCKS = 32  # of a head: with more, and under a mask, a program for each block was faster (docs/hopper_kernel.md)
+SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_share`, measured in docs/hopper_kernel.md
+MANY_PIECES = 12
+MOST_SCHEDULED = 2**16  # pieces: the host takes 1 us for each, once
+PIECE_COST = 1.5  # what a piece of work takes beside its tiles, in tiles
 L2_BYTES = 40e6  # of keys and values that the blocks of queries that run side by side may read
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -193,8 +198,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     q, k, v = aligned(q), aligned(k), aligned(v)
     device, is_full = q.device, visit.mask.is_full
     launch = _forward_launch(Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out), is_full, scale, first, device)
-    ranges = ranges_of(visit, "queries", forward_tile(q.shape[3], v.shape[3]).block_q, device)
-    launch(q, k, v, into.out, into.lse, ranges, None if is_full else seen_rows_of(visit, device))
+    tile = forward_tile(q.shape[3], v.shape[3])
+    ranges = ranges_of(visit, "queries", tile.block_q, device)
+    seen = None if is_full else seen_rows_of(visit, device)
+    schedule = None
+    if launch.is_scheduled:
+        n_heads, together = q.shape[2], launch.numbers["heads_together"]
+        schedule = _schedule(visit, tile.block_q, tile.block_k, q.shape[0], n_heads, together, launch.grid[0], device)
+    launch(q, k, v, into.out, into.lse, ranges, seen, schedule)
 
 
 @lru_cache(maxsize=1024)
@@ -235,18 +246,60 @@ def _forward_launch(
         "k_desc": _descriptor(k, tile.block_k, tile.block_d),
         "v_desc": _descriptor(v, tile.block_k, tile.block_dv),
     }
-    programs = _programs(n_work, n_blocks, is_full, device, in_ring=out.dtype != q.dtype)
-    tensors = ("out", "lse", "ranges", "seen")
-    return Launch(forward_kernel, (programs,), boxes, tensors, numbers, num_warps=4, maxnreg=tile.registers)
+    resident = count_multiprocessors(device) - (out.dtype != q.dtype)  # a ring leaves one to kernels that signal
+    way = ways_to_share(n_work, n_blocks, resident, is_full=is_full)
+    programs = n_work if way == "grid" else min(n_work, resident)
+    tensors = ("out", "lse", "ranges", "seen", "schedule")
+    launch = Launch(forward_kernel, (programs,), boxes, tensors, numbers, num_warps=4, maxnreg=tile.registers)
+    launch.is_scheduled = way == "schedule"
+    return launch
 
 
-def _programs(n_work: int, n_blocks: int, even: bool, device: torch.device, *, in_ring: bool) -> int:
-    """One program a multiprocessor, each with its share of the work, where pieces of work are alike or short: the loads
-    of the next piece run beside the end of this one. Long pieces that differ get a program each: the GPU gives them
-    out as multiprocessors fall free, which balances better. A ring leaves a multiprocessor to kernels that signal."""
-    if even or n_blocks <= SHORT_BLOCKS:
-        return min(n_work, count_multiprocessors(device) - in_ring)
-    return n_work
+def ways_to_share(n_work: int, n_blocks: int, resident: int, *, is_full: bool) -> Literal["turns", "schedule", "grid"]:
+    """How programs of the forward kernel get their pieces of work, blocks of queries of one head each.
+
+    As many programs as are `resident`, one a multiprocessor, load a piece beside the end of the one before. They take
+    "turns" where pieces are alike, else what a "schedule" gives them. That wants many pieces or short ones: of a few
+    long ones, no two take quite the time that was foreseen, and a program for each ("grid") balances better, as the GPU
+    gives them out when multiprocessors fall free.
+    """
+    if is_full or n_work <= resident:
+        return "turns"
+    many = n_blocks <= SHORT_BLOCKS or n_work >= MANY_PIECES * resident
+    return "schedule" if many and n_work <= MOST_SCHEDULED else "grid"
+
+
+def share_out(lengths: list[int], programs: int) -> list[list[int]]:
+    """Which pieces of work, of these lengths, each program does, in this order: the next one whoever is free first."""
+    shares: list[list[int]] = [[] for _ in range(programs)]
+    free = [(0.0, program) for program in range(programs)]
+    for piece, length in enumerate(lengths):
+        since, program = free[0]
+        shares[program].append(piece)
+        heapq.heapreplace(free, (since + length + PIECE_COST, program))
+    return shares
+
+
+@keep_by_bytes(TABLE_BYTES)
+def _schedule(
+    visit: Visit,
+    block_q: int,
+    block_k: int,
+    n_batches: int,
+    n_heads: int,
+    heads_together: int,
+    programs: int,
+    device: torch.device,
+) -> Tensor:
+    """int32 `(1 + most, programs)`: how many pieces of work each program has, then which. Pieces are in the order of
+    `hopper_forward._find_work`."""
+    begin, _, _, end = visit.key_ranges(block_q).unbind(1)
+    tiles = (((end + block_k - 1) // block_k) - begin // block_k).clamp(min=1).flip(0).tolist()
+    heads = [min(heads_together, n_heads - first) for first in range(0, n_heads, heads_together)]
+    lengths = [length for together in heads for length in tiles for _ in range(together)] * n_batches
+    shares = share_out(lengths, programs)
+    rows = [list(map(len, shares)), *zip_longest(*shares, fillvalue=-1)]
+    return to_device(torch.tensor(rows, dtype=torch.int32), device)
 
 
 def heads_together(n_heads: int, kv_heads: int, head_bytes: int) -> int:
@@ -254,8 +307,12 @@ def heads_together(n_heads: int, kv_heads: int, head_bytes: int) -> int:
 
     `head_bytes` of keys and values a head.
     """
-    fitting = 1 << int(math.log2(max(1.0, L2_BYTES / head_bytes)))
-    return min(n_heads, fitting * (n_heads // kv_heads))
+    return min(n_heads, heads_in_cache(head_bytes) * (n_heads // kv_heads))
+
+
+def heads_in_cache(head_bytes: int) -> int:
+    """How many heads of so many bytes fit in L2: a power of two, at least one."""
+    return 1 << int(math.log2(max(1.0, L2_BYTES / head_bytes)))
 
 
 class Started(NamedTuple):
@@ -378,10 +435,15 @@ def _backward_launch(
     kernel = backward_kernel if tile.block_k == 128 else wide_backward_kernel
     n_batches, n_q, n_heads, head_dim = q.shape
     _, n_k, kv_heads, v_dim = v.shape
+    n_blocks = count_blocks(n_k, tile.block_k)
+    query_bytes = n_q * heads * (head_dim + v_dim) * q.dtype.itemsize  # that a key/value head meets, dO among them
     numbers = {
         "n_q": n_q,
         "n_k": n_k,
+        "n_blocks": n_blocks,
         "n_tiles_q": count_blocks(n_q, tile.block_q),
+        "kv_heads": kv_heads,
+        "kv_together": min(heads_in_cache(query_bytes), n_batches * kv_heads),
         "heads_per_kv": n_heads // kv_heads,
         "first_head": first_head,
         "heads": heads,
@@ -403,7 +465,7 @@ def _backward_launch(
         "v_desc": _descriptor(v, tile.block_k, tile.block_dv),
         "dout_desc": _descriptor(dout, tile.block_q, tile.block_dv),
     }
-    grid = (count_blocks(n_k, tile.block_k), kv_heads, n_batches)
+    grid = (n_blocks * kv_heads * n_batches,)
     tensors = ("lse", "delta", "dq", "dk", "dv", "ranges", "seen")
     return Launch(kernel, grid, boxes, tensors, numbers, num_warps=4, maxnreg=168)
 

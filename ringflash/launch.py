@@ -57,6 +57,7 @@ class Launch:
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.boxes = [(type(box), vars(box)) for box in boxes.values()]
         self.tensors, self.numbers, self.options = (*boxes, *tensors), numbers, options
+        self.is_scheduled = False  # does it take a schedule?
         self.run: Callable[..., object] | None = None
         self.values: list[Any] = []
 

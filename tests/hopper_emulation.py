@@ -65,46 +65,63 @@ def seen_by_rows(seen: Tensor | None, rows: Tensor, n_q: int, n_k: int) -> tuple
     return tuple(torch.where(rows < n_q, end[inside], 0) for end in seen)  # pyright: ignore[reportReturnType]
 
 
+def taken(programs: int, n_work: int, schedule: Tensor | None) -> list[int]:
+    """The pieces of work that programs take."""
+    if schedule is None:
+        return [work for program in range(programs) for work in range(program, n_work, programs)]
+    assert schedule.shape[1] == programs and schedule.is_contiguous()
+    return [int(schedule[1 + turn, p]) for p in range(programs) for turn in range(int(schedule[0, p]))]
+
+
+def find_work(work: int, n_blocks: int, n_heads: int, heads_together: int) -> tuple[int, int, int]:
+    """`(batch, head, block)`."""
+    batch, place = divmod(work, n_blocks * n_heads)
+    group, place = divmod(place, n_blocks * heads_together)
+    turn, head = divmod(place, min(heads_together, n_heads - group * heads_together))
+    return batch, group * heads_together + head, n_blocks - 1 - turn
+
+
 def forward(grid: tuple[int, ...], **a: Any) -> None:
     n_q, n_k, block_k, n_blocks = a["n_q"], a["n_k"], a["BLOCK_K"], a["n_blocks"]
     block_q = a["ROWS"] * a["CONSUMERS"]
-    n_batches = a["n_work"] // (n_blocks * a["n_heads"])
-    assert 1 <= grid[0] <= a["n_work"] == n_batches * n_blocks * a["n_heads"]
+    pieces = taken(grid[0], a["n_work"], a["schedule"])
+    assert sorted(pieces) == list(range(a["n_work"]))
     assert a["out"].stride()[:3] == (
         a["stride_ob"],
         a["stride_os"],
         a["stride_oh"],
     )
-    for batch in range(n_batches):
-        for head, block in ((h, b) for h in range(a["n_heads"]) for b in range(n_blocks)):
-            tiles, full, nothing = tiles_seen(a["ranges"], block, block_k)
-            if a["MERGE"] and nothing:
-                continue
-            rows = torch.arange(block * block_q, (block + 1) * block_q)
-            first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
-            q = torch.cat([tile_of(a["q_desc"], batch, row, head) for row in rows[:: a["ROWS"]].tolist()])
-            scores, values = [], []
-            for tile in tiles:
-                key = torch.arange(tile * block_k, (tile + 1) * block_k)
-                s = q @ tile_of(a["k_desc"], batch, tile * block_k, head // a["heads_per_kv"]).T * a["scale_log2"]
-                if tile not in full:
-                    s = s.masked_fill((key < first[:, None]) | (key >= last[:, None]), NEG_INF)
-                scores.append(s)
-                values.append(tile_of(a["v_desc"], batch, tile * block_k, head // a["heads_per_kv"]))
-            scores = torch.cat(scores, 1)
-            lse = torch.logsumexp(scores * LN2, 1)
-            pivot = torch.where(lse == NEG_INF, 0.0, lse)
-            out = torch.exp(scores * LN2 - pivot[:, None]) @ torch.cat(values)
-            here = slice(block * block_q, min(n_q, (block + 1) * block_q))
-            out, lse = out[: here.stop - here.start, : a["DV"]], lse[: here.stop - here.start]
-            if a["MERGE"]:
-                before = a["lse"][batch, head, here]
-                total = torch.logaddexp(before, lse)
-                pivot = torch.where(total == NEG_INF, 0.0, total)
-                weights = torch.exp(before - pivot)[:, None], torch.exp(lse - pivot)[:, None]
-                out, lse = a["out"][batch, here, head] * weights[0] + out * weights[1], total
-            a["out"][batch, here, head] = out.to(a["out"].dtype)
-            a["lse"][batch, head, here] = lse
+    work = {find_work(piece, n_blocks, a["n_heads"], a["heads_together"]) for piece in pieces}
+    assert len(work) == a["n_work"]
+    for batch, head, block in work:
+        tiles, full, nothing = tiles_seen(a["ranges"], block, block_k)
+        if a["MERGE"] and nothing:
+            continue
+        rows = torch.arange(block * block_q, (block + 1) * block_q)
+        first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
+        q = torch.cat([tile_of(a["q_desc"], batch, row, head) for row in rows[:: a["ROWS"]].tolist()])
+        scores, values = [], []
+        for tile in tiles:
+            key = torch.arange(tile * block_k, (tile + 1) * block_k)
+            s = q @ tile_of(a["k_desc"], batch, tile * block_k, head // a["heads_per_kv"]).T * a["scale_log2"]
+            if tile not in full:
+                s = s.masked_fill((key < first[:, None]) | (key >= last[:, None]), NEG_INF)
+            scores.append(s)
+            values.append(tile_of(a["v_desc"], batch, tile * block_k, head // a["heads_per_kv"]))
+        scores = torch.cat(scores, 1)
+        lse = torch.logsumexp(scores * LN2, 1)
+        pivot = torch.where(lse == NEG_INF, 0.0, lse)
+        out = torch.exp(scores * LN2 - pivot[:, None]) @ torch.cat(values)
+        here = slice(block * block_q, min(n_q, (block + 1) * block_q))
+        out, lse = out[: here.stop - here.start, : a["DV"]], lse[: here.stop - here.start]
+        if a["MERGE"]:
+            before = a["lse"][batch, head, here]
+            total = torch.logaddexp(before, lse)
+            pivot = torch.where(total == NEG_INF, 0.0, total)
+            weights = torch.exp(before - pivot)[:, None], torch.exp(lse - pivot)[:, None]
+            out, lse = a["out"][batch, here, head] * weights[0] + out * weights[1], total
+        a["out"][batch, here, head] = out.to(a["out"].dtype)
+        a["lse"][batch, head, here] = lse
 
 
 def register_places(block_q: int, block_d: int) -> Tensor:
@@ -120,11 +137,23 @@ def register_places(block_q: int, block_d: int) -> Tensor:
     return warpgroup * half + thread + row % 16 // 8 * 2 + col % 2
 
 
+def find_block(place: int, n_blocks: int, kv_heads: int, kv_together: int, n_batches: int) -> tuple[int, int, int]:
+    """`(block, kv_head, batch)`."""
+    group, place = divmod(place, n_blocks * kv_together)
+    block, head = divmod(place, min(kv_together, kv_heads * n_batches - group * kv_together))
+    batch, kv_head = divmod(group * kv_together + head, kv_heads)
+    return block, kv_head, batch
+
+
 def backward(grid: tuple[int, ...], **a: Any) -> None:
     n_q, n_k, block_q, block_k, tiles_q = a["n_q"], a["n_k"], a["BLOCK_Q"], a["BLOCK_K"], a["n_tiles_q"]
     narrow = a["q_desc"].base.dtype  # of P and dS
     places = register_places(block_q, a["BLOCK_D"]).flatten()
-    for batch, kv_head, block in ((b, g, i) for b in range(grid[2]) for g in range(grid[1]) for i in range(grid[0])):
+    n_blocks, kv_heads, n_batches = a["n_blocks"], a["kv_heads"], grid[0] // (a["n_blocks"] * a["kv_heads"])
+    assert n_blocks == -(-n_k // block_k) and grid == (n_blocks * kv_heads * n_batches, 1, 1)
+    blocks = [find_block(place, n_blocks, kv_heads, a["kv_together"], n_batches) for place in range(grid[0])]
+    assert len(set(blocks)) == grid[0]
+    for block, kv_head, batch in blocks:
         tiles, full, nothing = tiles_seen(a["ranges"], block, block_q)
         if a["ADD"] and nothing:
             continue
@@ -152,7 +181,7 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
                 a["dq"][batch, head, tile, places] += (ds.T @ k).flatten()
         here = slice(block * block_k, min(n_k, (block + 1) * block_k))
         for result, total in ((a["dk"], dk * a["scale"]), (a["dv"], dv)):
-            assert result.is_contiguous() and result.shape[:3] == (grid[2], n_k, grid[1])
+            assert result.is_contiguous() and result.shape[:3] == (n_batches, n_k, kv_heads)
             total = total[: here.stop - here.start, : result.shape[3]]
             result[batch, here, kv_head] = (result[batch, here, kv_head] + total if a["ADD"] else total).to(
                 result.dtype

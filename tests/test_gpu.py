@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from oracle import FP32_BOUND, Attention, assert_close, dense, world
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringflash import Mask, flash_attention, release_buffers, ring_attention, shard, transport_of, unshard
+from ringflash import Mask, comm, flash_attention, release_buffers, ring_attention, shard, transport_of, unshard
 from ringflash.nvlink import SHARING
 from ringflash.testing import Inputs, Workers, random_inputs, relative_error
 
@@ -506,14 +506,16 @@ def test_nvlink_on_a_shared_gpu_needs_pytorchs_permission(gpu_workers):
 
 
 def ring_peak_memory(rows: int, transport: str) -> int:
-    """Bytes above the inputs, forward and backward."""
+    """Bytes above the inputs, forward and backward, without what attending to several shards at once may take."""
     group = join_on_gpu()
     q, k, v, dout = (torch.randn(1, rows, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     release_buffers(group)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(ring_attention(*leaves, group=group, causal=True, transport=transport), leaves, dout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "GROUP_BYTES", 0)
+        torch.autograd.grad(ring_attention(*leaves, group=group, causal=True, transport=transport), leaves, dout)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before + release_buffers(group)
 
