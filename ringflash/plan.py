@@ -197,15 +197,22 @@ def _align_documents(mask: Mask) -> tuple[Runs, Runs, Mask]:
 
 
 @lru_cache(maxsize=256)
-def group_visits(plan: Plan, most_rows: int) -> tuple[Group, ...]:
-    """The visits of a plan in few groups: its own shard first and alone, every group up to `GROWTH` times the last.
+def group_visits(plan: Plan, most_rows: int, first_rows: int) -> tuple[Group, ...]:
+    """The visits of a plan in few groups, every one of up to `GROWTH` times as many shards as the last.
 
-    So a group can arrive while the one before it is computed, and merges are few. A group of several shards has at most
-    `most_rows` rows. Shards whose positions interleave (striped), or would lie in many pieces, are not grouped.
-    Example: 8 ranks, full mask, any number of rows -> steps 0 | 1 2 3 | 4 5 6 7.
+    So a group can arrive while the one before it is computed, and merges are few. The first one is the rank's own
+    shard, and with it the next that is visible where those are at most `first_rows` rows, which are waited for. A group
+    of several shards has at most `most_rows` rows. Shards whose positions interleave (striped), or would lie in many
+    pieces, are not grouped. Example: 8 ranks, full mask, any number of rows -> steps 0 1 | 2 3 4 5 6 7.
     """
     steps = deque(step for step, visit in enumerate(plan.visits) if step > 0 and visit is not None)
-    groups, most = [_one_shard(plan, 0)], GROWTH
+    first, most = _one_shard(plan, 0), GROWTH
+    if steps and _one_shard(plan, steps[0]).rows <= first_rows:
+        joined = _join(plan, [0, steps[0]])
+        if joined is not None and joined.rows <= most_rows and len(joined.pieces) <= 2 * MOST_PIECES:
+            first, most = joined, 2 * GROWTH
+            steps.popleft()
+    groups = [first]
     while steps:
         members = [steps.popleft()]
         group = _one_shard(plan, members[0])

@@ -76,13 +76,14 @@ def ring_forward(
     sinks: Tensor | None = None,
 ) -> Partial:
     """Attention of this rank's queries over the whole sequence: `out (b, s, h, d_v)` in q's dtype, `lse (b, h, s)`."""
-    one_partial = plan.hops == 0 and sinks is None
+    groups = comm.grouped(plan, k, v)
+    one_partial = len(groups) == 1 and sinks is None
     wide = torch.promote_types(q.dtype, torch.float32)
     total = Partial(
         out=q.new_empty(*q.shape[:3], v.shape[3], dtype=q.dtype if one_partial else wide),
         lse=q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide),
     )
-    for index, visit, k_here, v_here in comm.visits(plan, comm.grouped(plan, k, v), k, v, transport):
+    for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
         assert visit is not None
         backend.forward(q, k_here, v_here, visit, scoring, into=total, first=index == 0)
     if sinks is not None:

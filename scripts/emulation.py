@@ -142,8 +142,7 @@ class Rank:
         k, v = self.inputs.k, self.inputs.v
         plan, parts, row = self.plan, self.parts, k.shape[0] * (k.shape[2] * k.shape[3] + v.shape[2] * v.shape[3])
         forward, backward = (
-            [Arriving(group.rows * row * k.itemsize if group.last_step > 0 else 0, 0) for group in groups[1:]]
-            + [Arriving(0, 0)] * 2
+            [Arriving(_rows_of_others(group) * row * k.itemsize, 0) for group in groups[1:]] + [Arriving(0, 0)] * 2
             for groups in (self.forward_groups, self.backward_groups)
         )
         for index in range(len(self.backward_groups) if plan.hops else 0):
@@ -152,6 +151,10 @@ class Rank:
             nbytes = (cut.stop - cut.start) * row * _sums(self.inputs).itemsize
             backward[index + 1] = backward[index + 1]._replace(sums=nbytes)
         return forward, backward
+
+
+def _rows_of_others(group: Group) -> int:
+    return sum(piece.end - piece.begin for piece in group.pieces if piece.step > 0)
 
 
 def _sums(inputs: Inputs) -> torch.dtype:

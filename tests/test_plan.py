@@ -144,8 +144,10 @@ def positions_in(plan: Plan, group: Group, shards: list[Runs]) -> list[int]:
     return keys
 
 
-@given(layouts, masks_of_length(40), worlds, st.integers(0, 40), st.data())
-def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(layout, drawn, world_size, most_rows, data):
+@given(layouts, masks_of_length(40), worlds, st.integers(0, 40), st.integers(0, 40), st.data())
+def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(
+    layout, drawn, world_size, most_rows, first_rows, data
+):
     seq_len, mask = drawn[0], Mask(**drawn[1])
     rank, balance = data.draw(st.integers(0, world_size - 1)), mask if layout == "balanced" else None
     plan = plan_ring(mask, layout, seq_len, rank, world_size, balance)
@@ -156,7 +158,7 @@ def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(layout, drawn, 
         if visit is not None
         for key in runs_to_positions(visit.keys).tolist()
     ]
-    for groups in (group_visits(plan, most_rows), split_visits(plan, 1), split_visits(plan, 2)):
+    for groups in (group_visits(plan, most_rows, first_rows), split_visits(plan, 1), split_visits(plan, 2)):
         found = []
         for group in groups:
             keys = positions_in(plan, group, shards)
@@ -167,9 +169,10 @@ def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(layout, drawn, 
                 found += [(group.visit.queries, key, group.visit.mask) for key in keys]
         seen = {key for visit in plan.visits if visit for key in seen_keys(visit)}
         assert {key for _, key, _ in found} >= seen and set(found) <= set(expected) and len(found) == len(set(found))
-    grouped = group_visits(plan, most_rows)
+    grouped = group_visits(plan, most_rows, first_rows)
     assert sorted(key for _, key, _ in expected) == sorted(k for g in grouped for k in positions_in(plan, g, shards))
-    for group in grouped[1:]:
+    assert sum(piece.end - piece.begin for piece in grouped[0].pieces if piece.step > 0) <= first_rows
+    for group in grouped:
         assert group.rows <= most_rows or len({piece.step for piece in group.pieces}) == 1
     assert [group.last_step for group in split_visits(plan, 2)] == [s for s in range(plan.hops + 1) for _ in range(2)]
     for index, group in enumerate(split_visits(plan, 2)):  # a part is about its own rows alone
@@ -181,9 +184,11 @@ def seen_keys(visit: Visit) -> list[int]:
     return runs_to_positions(visit.keys)[pairs_seen(visit.queries, visit.keys, visit.mask).any(0)].tolist()
 
 
-def sizes_of_groups(world_size: int, layout: str = "zigzag", most_rows: int = 1 << 30, rank: int = 0) -> list[int]:
+def sizes_of_groups(
+    world_size: int, layout: str = "zigzag", most_rows: int = 1 << 30, first_rows: int = 0, rank: int = 0
+) -> list[int]:
     plan = plan_ring(Mask(right=0), layout, 64 * world_size, rank, world_size)
-    return [len({piece.step for piece in group.pieces}) for group in group_visits(plan, most_rows)]
+    return [len({piece.step for piece in group.pieces}) for group in group_visits(plan, most_rows, first_rows)]
 
 
 def test_groups_grow_while_there_is_room():
@@ -196,6 +201,17 @@ def test_groups_grow_while_there_is_room():
     assert sizes_of_groups(8, most_rows=64) == [1] * 8
     assert sizes_of_groups(8, rank=7, most_rows=64) == [1, 2, 2, 2, 1]  # of the shards below, half is seen
     assert sizes_of_groups(8, "striped") == [1] * 8
+
+
+def test_the_first_group_has_a_second_shard_that_is_worth_waiting_for():
+    assert sizes_of_groups(2, first_rows=64) == [2]
+    assert sizes_of_groups(8, first_rows=64) == [2, 6]
+    assert sizes_of_groups(64, first_rows=64) == [2, 6, 18, 38]
+    assert sizes_of_groups(64, most_rows=8 * 64, first_rows=64) == [2, 6, *[8] * 7]
+    assert sizes_of_groups(8, first_rows=63) == [1, 3, 4]
+    assert sizes_of_groups(8, rank=7, first_rows=63) == [2, 6]  # of the shard below, half is seen
+    assert sizes_of_groups(8, most_rows=64, first_rows=64) == [1] * 8
+    assert sizes_of_groups(8, "striped", first_rows=64) == [1] * 8
 
 
 def test_shards_stop_moving_when_nobody_sees_them():
