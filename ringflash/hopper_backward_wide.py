@@ -11,14 +11,19 @@ makes P and sums dV, the second makes dS and sums dK. P goes from one to the oth
 and each makes half of the columns of dQ. Beside the buffers and barriers there:
 
     p_s (STAGES, BLOCK_K, BLOCK_Q), fp16        p_full      one a stage
+     or (1, BLOCK_K, BLOCK_Q), fp32
     ds_s (STAGES, BLOCK_K, BLOCK_Q)             ds_full     one a stage: dS is there, and P is read
 
 Note [Slots that need no barrier to fall free]. With two stages or more, P of tile j replaces that of a tile whose
 ds_full the first consumer has waited for, a step ago at the latest, and dS of tile j replaces one whose dQ the first
-consumer had made before it gave P of tile j away.
+consumer had made before it gave P of tile j away. Where P has one slot, that consumer waits for the ds_full of the
+tile before, which it needs soon after in any case, before it stores P.
 
-Note [P in 16 bits]. P travels as fp16 times 2^P_BITS. That keeps 11 bits of it down to 2^-24, where dS and the P of
-the product with dO keep 8 or 11, and takes half of the bytes of fp32. `p` and dV are that much too large until the end.
+Note [P from one consumer to the other]. In bf16 P travels as fp16 times 2^P_BITS: 11 bits of it down to 2^-24, where
+dS keeps 8, in half of the bytes of fp32. In fp16 dS keeps 11 itself, and would be 1.4 times as wrong after a first
+rounding to as many: P travels in fp32, through one slot of the same size. Its reader has it in the same registers as
+its writer, so it lies there in their order: 16 bytes a thread, 512 consecutive ones a warp. `p` and dV are 2^P_BITS too
+large until the end, which keeps P in fp16 normal down to 2^-24 in the product with dO as well.
 """
 
 import math
@@ -30,6 +35,13 @@ from .hopper_forward import _load_tiles, _next_stage
 LOG2E = gl.constexpr(math.log2(math.e))
 P_BITS = gl.constexpr(10.0)  # p is 1 at most, give or take its rounding: 64 times as much would still be finite
 P_UNIT = gl.constexpr(2.0**-10)
+# Where one bit more of the place in shared memory leads, in (key, query): four floats of a thread, its warp, its other
+# floats, the other warps.
+REGISTER_ORDER = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [0, 8], [0, 16], [0, 32], [16, 0], [32, 0]]
+    )
+)
 
 
 # Verbs --------------------------------------------------------------------------------------------------------------
@@ -68,6 +80,8 @@ def _step(
     _, q_full, dout_full, ds_full, free = barriers
     stage, phase, stage_before, phase_before = stages
     left_layout: gl.constexpr = gl.DotOperandLayout(0, total_layout, 2)
+    ONE_SLOT: gl.constexpr = p_s.shape[0] == 1
+    slot = 0 if ONE_SLOT else stage
     q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
     dout_tile = dout_s.index(stage).reshape([BLOCK_Q, BLOCK_DV])
     if WHO == 0:
@@ -79,7 +93,9 @@ def _step(
         if masked:
             scores = _mask(scores, key, seen_s, stage, n_k, HAS_TABLE, s_layout)
         p = gl.exp2(scores * scale_log2 + P_BITS)
-        p_s.index(stage).store(p.to(gl.float16))
+        if ONE_SLOT and not FIRST:
+            mbarrier.wait(ds_full.index(stage_before), phase_before)
+        p_s.index(slot).store(p.to(p_s.dtype))
         mbarrier.arrive(p_full.index(stage))
         left = gl.convert_layout(p.to(q_s.dtype), left_layout)
         right = dout_tile  # [K, Q] @ [Q, DV] -> [K, DV]
@@ -90,7 +106,7 @@ def _step(
         dp = minus_delta[None, :].broadcast_to([BLOCK_K, BLOCK_Q])
         dp = warpgroup_mma(v_s, dout_tile.permute((1, 0)), dp, is_async=True)  # [K, DV] @ [DV, Q] -> [K, Q]
         mbarrier.wait(p_full.index(stage), phase)
-        p = p_s.index(stage).load(s_layout)
+        p = p_s.index(slot).load(s_layout)
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = (p.to(gl.float32) * P_UNIT * dp).to(q_s.dtype)
         if WITH_DQ:
@@ -204,7 +220,10 @@ def wide_backward_kernel(
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_DV], dout_desc.layout)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_K, BLOCK_Q], ds_layout)
-    p_s = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_K, BLOCK_Q], ds_layout)
+    if q_desc.dtype == gl.float16:  # Note [P from one consumer to the other]
+        p_s = gl.allocate_shared_memory(gl.float32, [1, BLOCK_K, BLOCK_Q], REGISTER_ORDER)
+    else:
+        p_s = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_K, BLOCK_Q], ds_layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     seen_s = gl.allocate_shared_memory(gl.int32, [2 * STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -54,6 +54,11 @@ class Compiled:
     def adds_four_floats_at_a_time(self) -> bool:
         return "red.global.add.v4.f32" in self.ptx
 
+    @property
+    def stores_four_floats_at_a_time(self) -> bool:
+        """In shared memory."""
+        return "st.shared.v4.b32" in self.ptx
+
 
 def compile_kernel(
     kernel: str,

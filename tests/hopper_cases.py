@@ -138,6 +138,18 @@ def test_dq_comes_out_of_the_order_of_registers(query_len, dim, v_dim):
     assert dq.dtype == torch.float16 and torch.allclose(dq.float(), 0.5 * wanted, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_handing_p_over_above_head_dim_128_makes_gradients_no_more_wrong(monkeypatch, dtype):
+    inputs = random_inputs(1, 512, 1, 256, dtype=dtype)
+    wanted = dense(inputs, Mask())[2:]
+    errors = []
+    for sent in (emulation.p_sent, lambda p, dtype: p):
+        monkeypatch.setattr(emulation, "p_sent", sent)
+        got = emulate_ring(BACKEND, inputs, Mask(), "contiguous", 1)[2:]
+        errors.append([relative_error(a, b) for a, b in zip(got, wanted, strict=True)])
+    assert all(handed_over <= 1.05 * exact for handed_over, exact in zip(*errors, strict=True)), errors
+
+
 @pytest.mark.parametrize("has_dlse", [True, False])
 @pytest.mark.parametrize(("query_len", "dim"), [(1, 64), (200, 40), (128, 128), (130, 256)])
 def test_a_pass_starts_with_rows_of_whole_tiles(query_len, dim, has_dlse):

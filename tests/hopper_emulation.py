@@ -145,6 +145,11 @@ def find_block(place: int, n_blocks: int, kv_heads: int, kv_together: int, n_bat
     return block, kv_head, batch
 
 
+def p_sent(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """What arrives of `p` at the warpgroup that makes dS: Note [P from one consumer to the other]."""
+    return p if dtype == torch.float16 else (p * 1024).to(torch.float16).float() / 1024
+
+
 def backward(grid: tuple[int, ...], **a: Any) -> None:
     n_q, n_k, block_q, block_k, tiles_q = a["n_q"], a["n_k"], a["BLOCK_Q"], a["BLOCK_K"], a["n_tiles_q"]
     narrow = a["q_desc"].base.dtype  # of P and dS
@@ -173,8 +178,8 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
                 first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
                 scores = scores.masked_fill((key[:, None] < first) | (key[:, None] >= last), NEG_INF)
             p = torch.exp2(scores * a["scale"] * LOG2E)
-            p_sent = p if block_k == 128 else (p * 1024).to(torch.float16).float() / 1024  # Note [P in 16 bits]
-            ds = (p_sent * (v @ dout.T + a["delta"][batch, head, rows])).to(narrow).float()
+            dp = v @ dout.T + a["delta"][batch, head, rows]
+            ds = ((p if block_k == 128 else p_sent(p, narrow)) * dp).to(narrow).float()
             dv += p.to(narrow).float() @ dout
             dk += ds @ q
             if a["WITH_DQ"]:

@@ -170,3 +170,12 @@ def test_the_forward_pass_spills_nothing_in_its_loop(variant, code):
 @pytest.mark.parametrize("variant", WIDE, ids=describe)
 def test_the_backward_pass_above_128_spills_two_scalars_at_most(variant, code):
     assert code(variant).spilled_bytes <= 8
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", WIDE, ids=describe)
+def test_p_above_head_dim_128_is_handed_over_unrounded_in_fp16(variant, code):
+    made = code(variant)
+    fp16 = variant[1] == torch.float16
+    assert made.stores_four_floats_at_a_time == fp16  # nothing else would: dS and a rounded P go by stmatrix
+    assert ("ldmatrix" in made.ptx) != fp16
