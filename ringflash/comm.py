@@ -13,9 +13,10 @@ rows land in ascending order of position, which makes them one visit like any ot
 shard; to wait for a second one costs less by NVLink than a launch for each, unless that one is large: two GPUs with 8k
 tokens each lost 11% to two launches, and wait for 5%. All transports group alike, and give the same bits.
 
-Note [dK and dV travel one hop longer]. The gradients of a shard go round with it, one hop behind: a rank receives what
-the ranks before it have summed, adds its own share in place, and sends it on at the next step. After the last visit
-they are `hops` ranks away from their owner and go home in one message.
+Note [dK and dV come home last]. Backward, a rank visits its own shard last. The rank above is the first to sum the
+gradients of a shard: each receives what those before it have summed, adds its own share in place, and sends it on. From
+the last of them, `hops` ranks away, they go home, where the owner adds its share. So nothing travels after the last
+visit, and nothing but visits adds.
 
 Note [Halves]. A kernel can't add to what has yet to arrive, and the next rank waits for what it adds. So backward,
 large shards are visited half by half: the sums of one half travel while those of the other are added to. Of three
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .merge import Sums
 from .nvlink import CopyEngine, Place, find_obstacle
 from .plan import Group, Plan, Visit, group_visits, part_rows, split_visits
 from .span import span
@@ -514,10 +516,9 @@ class _Landing(NamedTuple):
 
 
 class Gradients:
-    """dK and dV on their way round the ring: see Notes [dK and dV travel one hop longer] and [Halves].
+    """dK and dV on their way round the ring: see Notes [dK and dV come home last] and [Halves].
 
-    Once for each group, in order: `arrive(index)`, then `take()`, whose tensors the visit adds to in place (the very
-    first writes them). In the end `arrive(len(groups))`, then `home()`.
+    Once for each group, in order: `arrive(index)`, then `take()`. In the end `home()`.
     """
 
     def __init__(
@@ -532,80 +533,81 @@ class Gradients:
         self.plan, self.groups, self.transport = plan, groups, transport
         self.parts = len(groups) // (plan.hops + 1)
         self.like = k, v
-        self.alone: tuple[Tensor, Tensor] | None = None
+        self.alone: Sums | None = None
         self.buffers: list[_Packed] = []  # of this group, of the others of its step, and one for what comes next
         if transport is None or plan.hops == 0:
-            self.alone = k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)
+            self.alone = Sums(k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype), fresh=True)
         else:
             size = _Packed.size(k, v, -(-max(plan.rows) // self.parts))
             self.buffers = [_Packed.over(x, k, v) for x in transport.buffers(self.parts + 1, size, dtype)]
-            for added_to in self.buffers[1 : self.parts]:
-                added_to.buffer.zero_()
         self.pending: Pending | None = None
+        self.brought = "", 0
         self.index = 0
 
     def _cut(self, source: int, part: int) -> slice:
         """Which rows of its source's shard a part is about."""
         return part_rows(self.plan.rows[source], part, self.parts)
 
-    def _brought(self, step: int) -> tuple[str, int]:
-        """What an exchange brings here for a step, in words with a place for the step."""
-        return ("dK and dV at step {}" if step <= self.plan.hops else "dK and dV, come home"), step
-
     def _wait(self) -> None:
         if self.pending is not None:
-            _await(self.pending, *self._brought(self.index // self.parts))
+            _await(self.pending, *self.brought)
         self.pending = None
 
     def _send_on(self, index: int) -> None:
         """Start to send what is finished, and to bring here what the same part of the next step adds to."""
         plan = self.plan
-        step, part = divmod(index, self.parts)
+        step, part = self.groups[index].last_step, index % self.parts
         source = plan.source(step)
         if step < plan.hops:
             next_source, to, holder = plan.source(step + 1), plan.rank + 1, plan.rank - 1
+            self.brought = "dK and dV at step {}", step + 1
         else:
             next_source, to, holder = plan.rank, plan.rank - plan.hops, plan.rank + plan.hops
+            self.brought = "dK and dV, come home", plan.hops + 1
         rows, next_rows = (cut.stop - cut.start for cut in (self._cut(source, part), self._cut(next_source, part)))
         here, there = self.buffers[0], self.buffers[-1]
         peers = to % plan.world_size, holder % plan.world_size
         assert self.transport is not None
-        brought, step = self._brought(step + 1)
-        with span("exchange of dK and dV with ranks {} and {}", *peers), _saying("starting to bring " + brought, step):
+        words, value = self.brought
+        with span("exchange of dK and dV with ranks {} and {}", *peers), _saying("starting to bring " + words, value):
             self.pending = self.transport.exchange(here.message(rows), there.message(next_rows), *peers, tag=index + 1)
-        self.buffers.append(self.buffers.pop(0))
 
     def arrive(self, index: int) -> None:
         """Start to bring here what was summed before for this group, or, with halves, for the next."""
         if index > 0 and self.alone is None:
             self._wait()
-            self._send_on(index - 1)
+            if self.groups[index - 1].last_step > 0:  # else it is at home
+                self._send_on(index - 1)
+            self.buffers.append(self.buffers.pop(0))
         self.index = index
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The running `(dk, dv)` of this group, once they are here: the rows that its visit is about."""
+    def take(self) -> Sums:
+        """The running sums of this group, once they are here: of the rows that its visit is about."""
         if self.alone is not None:
             return self.alone
         if self.parts == 1:
             self._wait()
-        step, part = divmod(self.index, self.parts)
-        cut = self._cut(self.plan.source(step), part)
-        begin, end = next(
-            ((piece.begin, piece.end) for piece in self.groups[self.index].pieces), (cut.start, cut.start)
-        )
+        group, part = self.groups[self.index], self.index % self.parts
+        cut = self._cut(self.plan.source(group.last_step), part)
         dk, dv = self.buffers[0].views(cut.stop - cut.start)
-        return dk[:, begin - cut.start : end - cut.start], dv[:, begin - cut.start : end - cut.start]
+        begin, end = next(((piece.begin, piece.end) for piece in group.pieces), (cut.start, cut.start))
+        fresh = self.index < self.parts
+        if fresh and (begin, end) != (cut.start, cut.stop):  # the ranks that follow may see more
+            dk.zero_()
+            dv.zero_()
+            fresh = False
+        rows = slice(begin - cut.start, end - cut.start)
+        return Sums(dk[:, rows], dv[:, rows], fresh)
 
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
         if self.alone is not None:
-            dk, dv = (x.to(like.dtype) for x, like in zip(self.alone, self.like, strict=True))
+            dk, dv = (x.to(like.dtype) for x, like in zip(self.alone[:2], self.like, strict=True))
             return dk, dv
-        self._wait()
         dk, dv = results = [x.new_empty(x.shape) for x in self.like]
         for part in range(self.parts):  # results must not alias the buffers, which the next pass uses
             cut = self._cut(self.plan.rank, part)
-            for result, x in zip(results, self.buffers[part].views(cut.stop - cut.start), strict=True):
+            for result, x in zip(results, self.buffers[part - self.parts + 1].views(cut.stop - cut.start), strict=True):
                 result[:, cut].copy_(x)
         assert self.transport is not None
         self.transport.finish()

@@ -47,7 +47,7 @@ from .launch import (
     tma_strides,
     to_device,
 )
-from .merge import Partial
+from .merge import Partial, Sums
 from .plan import TABLE_BYTES, Visit, keep_by_bytes
 
 LOG2E = math.log2(math.e)
@@ -394,19 +394,18 @@ def backward(
     state: Started,
     visit: Visit,
     scale: float,
-    take_dkv: Callable[[], tuple[Tensor, Tensor]],
-    first: bool,
+    take_dkv: Callable[[], Sums],
 ) -> None:
     """As `reference.backward`, of tensors that are not empty. Sums of dK and dV: Note [Long sums] of launch.py."""
     q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(dout))
     block_k = backward_tile(q.shape[3], v.shape[3]).block_k
     seen = seen_rows_of(visit, device)
-    dk, dv = take_dkv()
+    dk, dv, fresh = take_dkv()
     launches = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
     with sums_of(launches, dk, dv, contiguous=True) as (total_dk, total_dv):
         for first_head, heads, low, high in launches:
-            add = not first or first_head > 0 or low > 0
+            add = not fresh or first_head > 0 or low > 0
             launch = _backward_launch(
                 *kinds, total_dk.dtype, seen is not None, state.dq is not None, first_head, heads, add, scale, device
             )

@@ -53,7 +53,7 @@ from .launch import (
     sums_of,
     tma_strides,
 )
-from .merge import Partial
+from .merge import Partial, Sums
 from .plan import Visit
 from .score import KEEP_BITS, Scoring
 
@@ -779,30 +779,30 @@ def backward(
     state: State,
     visit: Visit,
     scoring: Scoring,
-    take_dkv: Callable[[], tuple[Tensor, Tensor]],
+    take_dkv: Callable[[], Sums],
     first: bool,
 ) -> None:
     """One shard's share of the gradients. As `reference.backward`."""
     if k.numel() == 0 or q.numel() == 0:
-        results = state.dq, *take_dkv()
-        for result in results if first else ():
+        dk, dv, fresh = take_dkv()
+        for result in ([state.dq] if first else []) + ([dk, dv] if fresh else []):
             result.zero_()
         return
     if q.shape[0] > launch.MOST_BATCHES:
-        dk, dv = take_dkv()
+        sums = take_dkv()
         for part in batches_of(q):
             inputs = (x[part] for x in (q, k, v, dout))
-            backward(*inputs, state.of(part), visit, scoring.of(part), lambda part=part: (dk[part], dv[part]), first)
+            backward(*inputs, state.of(part), visit, scoring.of(part), lambda part=part: sums.of(part), first)
     elif isinstance(state, Started):
         _backward_dq(q, k, v, dout, state, visit, scoring, first)
-        _backward_dkv(q, k, v, dout, state, visit, scoring, take_dkv, first)
+        _backward_dkv(q, k, v, dout, state, visit, scoring, take_dkv)
     else:
         from . import hopper_kernel
 
         if isinstance(state, Ordered):
             _backward_dq(q, k, v, dout, state.portable, visit, scoring, first)
             state = state.hopper
-        hopper_kernel.backward(q, k, v, dout, state, visit, scoring.scale, take_dkv, first)
+        hopper_kernel.backward(q, k, v, dout, state, visit, scoring.scale, take_dkv)
 
 
 def finish_backward(state: State) -> Tensor:
@@ -906,12 +906,11 @@ def _backward_dkv(
     state: Started,
     visit: Visit,
     scoring: Scoring,
-    take_dkv: Callable[[], tuple[Tensor, Tensor]],
-    first: bool,
+    take_dkv: Callable[[], Sums],
 ) -> None:
     """See Note [Two kernels backward]."""
     q, k, v, dout = map(aligned, (q, k, v, dout))
-    dk, dv = take_dkv()
+    dk, dv, fresh = take_dkv()
     tile = _tiles(q, v, scoring).dkv
     shape = _shape(q, k, v, tile)
     launches = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
@@ -929,7 +928,7 @@ def _backward_dkv(
                 first_head=first_head,
                 n_heads=n_heads,
                 ranges=ranges_of(visit, "keys", tile.block_k, q.device),
-                ADD=not first or first_head > 0 or low > 0,
+                ADD=not fresh or first_head > 0 or low > 0,
                 **_rows(q, k, state, visit, scoring),
                 **_strides(q=q, k=k, v=v, o=dout, g=total_dk, w=total_dv),
                 **shape,

@@ -19,6 +19,17 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
+class Sums(NamedTuple):
+    """Where a visit puts its share of dK and dV: `(b, s, g, d)` and `(b, s, g, d_v)`, the rows that it is about."""
+
+    dk: Tensor
+    dv: Tensor
+    fresh: bool  # nothing is there yet: written to, not added to
+
+    def of(self, batches: slice) -> "Sums":
+        return Sums(self.dk[batches], self.dv[batches], self.fresh)
+
+
 def merge_sinks(total: Partial, sinks: Tensor) -> None:
     """Merge one more partial into `total`, in place: `(0, sinks[head])`, a key with that score and a value of 0."""
     lse = torch.logaddexp(total.lse, rearrange(sinks.to(total.lse.dtype), "h -> h 1"))

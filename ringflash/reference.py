@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .layout import count_rows
 from .mask import Mask
-from .merge import NEG_INF, Partial, merge
+from .merge import NEG_INF, Partial, Sums, merge
 from .plan import Visit
 from .score import Scoring, kept, make_head_words
 
@@ -153,18 +153,19 @@ def backward(
     state: Started,
     visit: Visit,
     scoring: Scoring,
-    take_dkv: Callable[[], tuple[Tensor, Tensor]],
+    take_dkv: Callable[[], Sums],
     first: bool,
 ) -> None:
     """One shard's share of the gradients, by the *global* `lse`: `P = exp(S - lse)` is exact, so shares just add.
 
     Args:
         state: from `start_backward`; its dq is written when `first`, added to otherwise.
-        take_dkv: called once, as late as possible, for the `(dk, dv)` to write (`first`) or to add to.
+        take_dkv: called once, as late as possible, for the sums to write or to add to.
     """
     lse, delta, dq, _ = state
-    results = dq, *take_dkv()
-    dq, dk, dv = sums = [_wide(torch.zeros_like(x) if first else x) for x in results]
+    results = dq, *(dkv := take_dkv())[:2]
+    fresh = first, dkv.fresh, dkv.fresh
+    dq, dk, dv = sums = [_wide(torch.zeros_like(x) if is_new else x) for x, is_new in zip(results, fresh, strict=True)]
     for block, (begin, full_begin, full_end, end) in enumerate(visit.key_ranges(BLOCK).tolist()):
         if begin == end:
             continue

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import comm
-from .merge import NEG_INF, Partial, merge_sinks, sinks_gradient
+from .merge import NEG_INF, Partial, Sums, merge_sinks, sinks_gradient
 from .plan import Plan, Visit
 from .score import Scoring
 
@@ -47,7 +47,7 @@ class Backward(Protocol):
         state: Any,
         visit: Visit,
         scoring: Scoring,
-        take_dkv: Callable[[], tuple[Tensor, Tensor]],
+        take_dkv: Callable[[], Sums],
         first: bool,
     ) -> None: ...
 
@@ -113,14 +113,15 @@ def ring_backward(
     dsinks = None if sinks is None else sinks_gradient(result.lse, state.delta, sinks).to(sinks.dtype)
     groups = comm.halved(plan, k, v, sums)
     gradients = comm.Gradients(plan, groups, k, v, sums, transport)
+    first = True
     for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
         gradients.arrive(index)
         if visit is None:
             gradients.take()
             continue
-        backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=gradients.take, first=index == 0)
+        backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=gradients.take, first=first)
+        first = False
         del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
-    gradients.arrive(len(groups))  # the last sums go home meanwhile
     dq = backend.finish_backward(state)
     del state  # and the sum of dQ goes, before dk and dv are made
     return dq, *gradients.home(), dsinks

@@ -138,18 +138,18 @@ class Rank:
         return sum(visit is not None for visit in visits)
 
     def arriving(self) -> tuple[list[Arriving], list[Arriving]]:
-        """What arrives during each visit, forward and backward; one entry more for what arrives after the last."""
+        """What arrives before the first visit and during each, forward and backward."""
         k, v = self.inputs.k, self.inputs.v
         plan, parts, row = self.plan, self.parts, k.shape[0] * (k.shape[2] * k.shape[3] + v.shape[2] * v.shape[3])
         forward, backward = (
-            [Arriving(_rows_of_others(group) * row * k.itemsize, 0) for group in groups[1:]] + [Arriving(0, 0)] * 2
+            [Arriving(_rows_of_others(group) * row * k.itemsize, 0) for group in groups] + [Arriving(0, 0)]
             for groups in (self.forward_groups, self.backward_groups)
         )
-        for index in range(len(self.backward_groups) if plan.hops else 0):
-            step, part = divmod(index, parts)
+        for index, group in enumerate(self.backward_groups[: plan.hops * parts]):
+            step, part = group.last_step, index % parts
             cut = part_rows(plan.rows[plan.source(step + 1) if step < plan.hops else plan.rank], part, parts)
             nbytes = (cut.stop - cut.start) * row * _sums(self.inputs).itemsize
-            backward[index + 1] = backward[index + 1]._replace(sums=nbytes)
+            backward[index + 2] = backward[index + 2]._replace(sums=nbytes)
         return forward, backward
 
 
@@ -207,20 +207,21 @@ def time_visits(rank: Rank, run: Callable[[], object], device: torch.device, rou
 
 
 def transfers(rank: Rank, times: list[VisitTime]) -> list[Row]:
-    """A row for each visit, forward and backward: its time, and what arrives meanwhile."""
+    """A row for each visit, forward and backward, with its time and what arrives meanwhile, and one for what arrives
+    before the first."""
     rows: list[Row] = []
     passes = zip((rank.forward_groups, rank.backward_groups), rank.arriving(), strict=True)
     for backward, (groups, arriving) in enumerate(passes):
         ms = {time.group: time.ms for time in times if time.backward == backward}
-        for index, (shards, sums) in enumerate(arriving):
-            if index == len(groups) and not sums:
+        for index, (shards, sums) in enumerate(arriving, start=-1):
+            if index < 0 and not shards:
                 continue
             late = 0 if rank.parts > 1 else sums
             exposed = max(shards + sums - late - ms.get(index, 0.0) / 1e3 * LINK, 0.0) + late
-            group = groups[index] if index < len(groups) else None
+            group = groups[index] if index >= 0 else None
             rows.append(
-                {"pass": "backward" if backward else "forward", "visit": index}
-                | {"steps": " ".join(map(str, sorted({piece.step for piece in group.pieces}))) if group else "after"}
+                {"pass": "backward" if backward else "forward", "visit": index if group else ""}
+                | {"steps": " ".join(map(str, sorted({piece.step for piece in group.pieces}))) if group else "before"}
                 | {"rows": group.rows if group else 0, "ms": significant(ms.get(index, 0.0))}
                 | {"shards_mb": significant(shards / 1e6), "sums_mb": significant(sums / 1e6)}
                 | {"transfer_ms": significant((shards + sums) / LINK * 1e3)}

@@ -29,7 +29,7 @@ from report import (
 from ringflash import local_kernel
 from ringflash.local_kernel import Tile, Tiles
 from ringflash.mask import Mask
-from ringflash.merge import Partial
+from ringflash.merge import Partial, Sums
 from ringflash.plan import plan_one
 from ringflash.score import Scoring
 
@@ -67,7 +67,7 @@ def candidate(kernel: str, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Te
             elif kernel == "dq":
                 local_kernel._backward_dq(q, k, v, dout, state, visit, scoring, first=True)
             else:
-                local_kernel._backward_dkv(q, k, v, dout, state, visit, scoring, lambda: (dk, dv), first=True)
+                local_kernel._backward_dkv(q, k, v, dout, state, visit, scoring, lambda: Sums(dk, dv, fresh=True))
         finally:
             local_kernel.choose_tiles = choose
 

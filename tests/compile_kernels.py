@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from ringflash import hopper_kernel, local_kernel
 from ringflash.local_kernel import Tile
 from ringflash.mask import Mask
-from ringflash.merge import Partial
+from ringflash.merge import Partial, Sums
 from ringflash.plan import plan_one
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -159,7 +159,7 @@ def compile_hopper(
             dq = None if without_dq else torch.zeros(2, 4, 1, 1)
             state = hopper_kernel.Started(rows, rows, dq, 64, dim, v.shape[3], 0.1, dtype)
             dkv = k.to(sums), v.to(sums)
-            hopper_kernel.backward(q, k, v, dout, state, visit, 0.1, lambda: dkv, first=not accumulate)
+            hopper_kernel.backward(q, k, v, dout, state, visit, 0.1, lambda: Sums(*dkv, fresh=not accumulate))
     arguments = recorder.arguments
     options = {name: arguments.pop(name) for name in ("num_warps", "maxnreg")}
     assert set(arguments) == set(function.arg_names)

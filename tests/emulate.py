@@ -1,5 +1,6 @@
 """A ring in one process: every rank's visits in turn, with a backend's own functions, and no transport."""
 
+from functools import partial
 from itertools import product
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from ringflash.layout import layout_runs, put_rows, take_rows
 from ringflash.mask import Mask
-from ringflash.merge import Partial, merge_sinks, sinks_gradient
+from ringflash.merge import Partial, Sums, merge_sinks, sinks_gradient
 from ringflash.plan import plan_ring
 from ringflash.ring import Backend
 from ringflash.score import Scoring
@@ -64,7 +65,7 @@ def emulate_ring(
         k_here, v_here, dk_here, dv_here = (x[source][:, rows] for x in (ks, vs, dks, dvs))
         backend.backward(
             qs[rank], k_here, v_here, douts[rank], states[rank], visit, scoring,
-            take_dkv=lambda dk=dk_here, dv=dv_here: (dk, dv), first=step == 0,
+            take_dkv=partial(Sums, dk_here, dv_here, step == 0), first=step == 0,
         )  # fmt: skip
 
     def whole(parts: list[Tensor], dim: int = 1) -> Tensor:

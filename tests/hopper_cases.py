@@ -13,7 +13,7 @@ from interpreter_cases import BACKEND, MASKS, TOLERANCE, check, dense
 
 from ringflash import flash_attention, hopper_kernel, launch, local_kernel, plan
 from ringflash.mask import Mask
-from ringflash.merge import Partial
+from ringflash.merge import Partial, Sums
 from ringflash.score import Scoring
 from ringflash.testing import random_inputs, relative_error
 
@@ -92,7 +92,7 @@ def test_unequal_lengths_and_rows_that_see_nothing(mask, query_len, key_len):
     empty = total.lse.isinf()
     state = BACKEND.start_backward(q, total, dout, dlse.masked_fill(empty, 0.0), Scoring(0.125), q.dtype)
     dk, dv = torch.full_like(k, nan), torch.full_like(v, nan)
-    BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.125), take_dkv=lambda: (dk, dv), first=True)
+    BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.125), take_dkv=lambda: Sums(dk, dv, True), first=True)
     dq = BACKEND.finish_backward(state)
     expected = dense(inputs, MASKS[mask])
     assert torch.equal(empty, expected[1].isinf())

@@ -15,6 +15,7 @@ from ringflash import flash_attention, launch, local_kernel, plan, reference
 from ringflash.layout import Run
 from ringflash.local_kernel import choose_tiles
 from ringflash.mask import Mask
+from ringflash.merge import Sums
 from ringflash.ring import Backend
 from ringflash.score import Scoring, make_head_words
 from ringflash.testing import Inputs, random_inputs, relative_error
@@ -143,7 +144,7 @@ def test_unequal_lengths_align_at_the_end_and_empty_rows_are_exact(mask, query_l
     dlse = dlse.masked_fill(empty, 0.0)
     dk, dv = (torch.full_like(x, nan) for x in (k, v))
     state = BACKEND.start_backward(q, total, dout, dlse, Scoring(0.25), q.dtype)
-    BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.25), take_dkv=lambda: (dk, dv), first=True)
+    BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.25), take_dkv=lambda: Sums(dk, dv, True), first=True)
     dq = BACKEND.finish_backward(state)
     expected = dense(inputs, MASKS[mask])
     assert torch.equal(empty, expected[1].isinf())
@@ -168,7 +169,7 @@ def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_l
     assert not total.out.any() and (total.lse == -math.inf).all()
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
     state = local_kernel.Started(total.lse, dlse, dq, q.dtype)
-    BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.25), take_dkv=lambda: (dk, dv), first=True)
+    BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.25), take_dkv=lambda: Sums(dk, dv, True), first=True)
     assert BACKEND.finish_backward(state) is dq and not any(x.any() for x in (dq, dk, dv))
 
 

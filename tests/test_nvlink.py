@@ -179,6 +179,7 @@ def differing_random_problems(iterations: int, seed: int) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "HALVED_BYTES", order.choice([0, comm.HALVED_BYTES]))
             patch.setattr(comm, "GROUP_BYTES", order.choice([0, 10_000, comm.GROUP_BYTES]))
+            patch.setattr(comm, "FIRST_BYTES", order.choice([0, comm.FIRST_BYTES]))
             expected = attend(**options)
             with nvlink_on_cpus(most_delay=0.002):
                 if not all(map(torch.equal, attend(**options), expected)):
@@ -206,8 +207,10 @@ def overwritten_shards(passes: int) -> list[str]:
         for number in range(passes):
             k = torch.full((1, 8, 2, 16), 100.0 * number + dist.get_rank())
             transport = NvlinkTransport(group, k.device)
-            for step, _, k_here, v_here in comm.visits(plan, split_visits(plan, 1), k, -k, transport):
+            groups = split_visits(plan, 1)
+            for index, _, k_here, v_here in comm.visits(plan, groups, k, -k, transport):
                 time.sleep(random.random() * 0.005)
+                step = groups[index].last_step
                 expected = 100.0 * number + plan.source(step)
                 if not ((k_here == expected).all() and (v_here == -expected).all()):
                     wrong.append(f"pass {number} step {step}")
@@ -243,6 +246,7 @@ def rows_copied(seq_len: int, layout: str, **mask: Any) -> int:
     """Key rows that this rank pulls in one forward pass: elements of one head of K and V, 16 each."""
     copied, copy = [], NvlinkTransport.copy
     with nvlink_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "FIRST_BYTES", 0)  # else the rank's own shard is copied beside another
         patch.setattr(NvlinkTransport, "copy", lambda self, into, x: copied.append(x.numel()) or copy(self, into, x))
         q, k, v, *_ = (shard(x, group=world(), layout=layout) for x in random_inputs(1, seq_len, 2, 16, kv_heads=1)[:3])
         ring_attention(q, k, v, group=world(), layout=layout, seq_len=seq_len, **mask)

@@ -174,9 +174,10 @@ def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(
     assert sum(piece.end - piece.begin for piece in grouped[0].pieces if piece.step > 0) <= first_rows
     for group in grouped:
         assert group.rows <= most_rows or len({piece.step for piece in group.pieces}) == 1
-    assert [group.last_step for group in split_visits(plan, 2)] == [s for s in range(plan.hops + 1) for _ in range(2)]
+    own_last = [step for step in (*range(1, plan.hops + 1), 0) for _ in range(2)]
+    assert [group.last_step for group in split_visits(plan, 2)] == own_last
     for index, group in enumerate(split_visits(plan, 2)):  # a part is about its own rows alone
-        cut = part_rows(plan.rows[plan.source(index // 2)], index % 2, 2)
+        cut = part_rows(plan.rows[plan.source(group.last_step)], index % 2, 2)
         assert all(cut.start <= piece.begin <= piece.end <= cut.stop for piece in group.pieces)
 
 

@@ -319,7 +319,8 @@ def test_profile_ring_writes_a_trace_whose_visits_have_names_a_picture_and_the_e
     for rank in (0, 1):
         events = [x for x in trace["traceEvents"] if x["pid"] // profile_ring.FIRST_PID == rank]
         names = {x["name"] for x in events if x.get("cat") == "user_annotation"}
-        visits = {f"ringflash visit {index} from rank {(rank - index) % 2}" for index in range(2)}
+        visits = {"ringflash visit 0 from ranks 0, 1"}  # forward, both at once
+        visits |= {f"ringflash visit {index} from rank {(rank - 1 + index) % 2}" for index in range(2)}
         waits = {f"ringflash wait for rank {1 - rank}", "ringflash wait for dK and dV, come home"}
         assert names >= visits | waits | {"ringflash forward", "ringflash backward"}
     again = profile_ring.present(trace, tmp_path / "again.png")
@@ -382,9 +383,10 @@ def test_bench_ring_emulates_ranks_one_after_the_other(tmp_path):
         assert float(row["fastest_rank_ms"]) <= float(row["median_ms"])
         assert float(row["fastest_ms"]) <= float(row["own_ms"])
     visits = read(tmp_path / "emulate_ring_visits.csv")
-    assert [(row["pass"], row["steps"]) for row in visits if row["pass"] == "forward"][:2] == [
-        ("forward", "0"),
-        ("forward", "1 2 3"),
+    assert [(row["pass"], row["steps"]) for row in visits if row["pass"] == "forward"] == [
+        ("forward", "before"),
+        ("forward", "0 1"),
+        ("forward", "2 3"),
     ]
     assert all(float(row["ms"]) > 0 for row in visits if row["rows"] != "0")
 
@@ -402,7 +404,7 @@ def test_bench_ring_emulates_ranks_of_unequal_rows_under_documents(tmp_path):
     plan = plan_ring(mask, "balanced", 100, int(rows[-1]["slowest_rank"]), 3, mask)
     assert sorted(plan.rows) == [33, 33, 34]
     visits = [row for row in read(tmp_path / "emulate_ring_visits.csv") if row["pass"] == "backward" and row["steps"]]
-    found = {row["steps"]: int(row["rows"]) for row in visits if row["steps"] != "after"}
+    found = {row["steps"]: int(row["rows"]) for row in visits if row["steps"] != "before"}
     needed = {str(step): rows.stop - rows.start for step, rows in enumerate(plan.needed) if rows.stop > rows.start}
     assert found == needed
 
@@ -417,9 +419,9 @@ def test_what_arrives_at_an_emulated_rank_is_what_its_plan_needs_and_the_sums_of
         needed = sum(rows.stop - rows.start for rows in rank.plan.needed[1:])
         forward, backward = rank.arriving()
         assert sum(shards for shards, _ in forward) == sum(shards for shards, _ in backward) == needed * row * 2
-        assert sum(sums for _, sums in backward) == 8 * 16 * row * 4 and not any(sums for _, sums in forward)
+        assert sum(sums for _, sums in backward) == 7 * 16 * row * 4 and not any(sums for _, sums in forward)
         parts = 2 if halved else 1
-        assert all(sums == 16 // parts * row * 4 for _, sums in backward[1:]) and backward[0].sums == 0
+        assert all(sums == 16 // parts * row * 4 for _, sums in backward[2 : 2 + 7 * parts])
 
 
 def test_an_emulated_rank_computes_what_the_backend_does_at_each_visit(monkeypatch):
