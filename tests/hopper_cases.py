@@ -98,7 +98,7 @@ def test_a_call_without_sinks_is_another_launch_than_one_with_them(doubles):
 
 
 def test_sinks_come_with_hopper_kernels_and_a_softcap_without(doubles):
-    inputs = random_inputs(1, 70, 4, 64, kv_heads=2, dtype=torch.float16)
+    inputs = random_inputs(1, 20, 4, 64, kv_heads=2, dtype=torch.float16)
     for scoring, taken in ((Scoring(0.125, sinks=SINKS), True), (Scoring(0.125, 2.0, sinks=SINKS), False)):
         for double in doubles:
             double.launches.clear()
