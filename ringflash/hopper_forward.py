@@ -193,14 +193,23 @@ def _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together):
 
 @gluon.jit
 def _write(
-    acc, row_max, row_sum, out, lse, rows, n_q, stride_os,
+    acc, row_max, row_sum, out, lse, sinks, head, rows, n_q, stride_os,
     BLOCK_DV: gl.constexpr, DV: gl.constexpr, MERGE: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """Normalise, and merge with what the visits before this one left. See merge.py."""
+    """Normalise, with the sink as one more key, of value 0, where there are sinks; and merge with what the visits
+    before this one left. See merge.py."""
+    rescale = 1.0
+    if sinks is not None:
+        sink = gl.load(sinks + head) * LOG2E
+        largest = gl.maximum(row_max, sink)
+        pivot = gl.where(largest == NEG_INF, 0.0, largest)
+        rescale = gl.exp2(row_max - pivot)
+        row_sum = row_sum * rescale + gl.exp2(sink - pivot)
+        row_max = largest
     seen_any = row_sum > 0
     row_sum = gl.where(seen_any, row_sum, 1.0)
     total = gl.where(seen_any, row_max + gl.log2(row_sum), NEG_INF)
-    norm = 1.0 / row_sum
+    norm = rescale / row_sum
     in_rows = rows < n_q
     cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, o_layout))
     out_rows = out + rows.to(gl.int64)[:, None] * stride_os + cols[None, :]
@@ -229,7 +238,7 @@ def _write(
 @gluon.jit
 def _attend_block(
     WHO: gl.constexpr, stage, phase, q_phase, buffers, barriers, tiles,
-    out, lse, seen, first_row, n_q, n_k, stride_os, scale_log2,
+    out, lse, seen, sinks, head, first_row, n_q, n_k, stride_os, scale_log2,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
@@ -296,7 +305,7 @@ def _attend_block(
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, o_layout))
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
-    _write(acc, row_max, row_sum, out, lse, rows, n_q, stride_os, BLOCK_DV, DV, MERGE, o_layout)
+    _write(acc, row_max, row_sum, out, lse, sinks, head, rows, n_q, stride_os, BLOCK_DV, DV, MERGE, o_layout)
     return stage, phase
 
 
@@ -309,7 +318,7 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup: its share of the queries of every piece of work."""
     (
-        out, lse, ranges, seen, schedule, stride_ob, stride_os, stride_oh,
+        out, lse, ranges, seen, sinks, schedule, stride_ob, stride_os, stride_oh,
         n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
     ) = given  # fmt: skip
     if PINGPONG:
@@ -327,7 +336,7 @@ def _consumer(
                 WHO, stage, phase, q_phase, buffers, barriers, (first, full_first, full_stop, stop),
                 out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh,
                 lse + (batch.to(gl.int64) * n_heads + head) * n_q,
-                seen, (block * CONSUMERS + WHO) * ROWS, n_q, n_k, stride_os, scale_log2,
+                seen, sinks, head, (block * CONSUMERS + WHO) * ROWS, n_q, n_k, stride_os, scale_log2,
                 ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
             )  # fmt: skip
             q_phase ^= 1
@@ -345,7 +354,7 @@ def _producer(
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, v_full, free = barriers
     q_desc, k_desc, v_desc = descriptors
-    _, _, ranges, _, schedule, _, _, _, _, _, n_blocks, n_heads, n_work, heads_per_kv, heads_together, _ = given
+    _, _, ranges, _, _, schedule, _, _, _, _, _, n_blocks, n_heads, n_work, heads_per_kv, heads_together, _ = given
     stage = 0
     phase = 0
     q_phase = 0
@@ -385,10 +394,10 @@ def _producer(
 
 @gluon.jit(
     do_not_specialize=["n_q", "n_k", "n_blocks", "n_heads", "n_work", "heads_per_kv", "heads_together"],
-    do_not_specialize_on_alignment=["lse"],  # of a few of very many batches
+    do_not_specialize_on_alignment=["lse", "sinks"],  # of a few of very many batches; part of a longer tensor
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, ranges, seen, schedule,
+    q_desc, k_desc, v_desc, out, lse, ranges, seen, sinks, schedule,
     stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
@@ -414,7 +423,7 @@ def forward_kernel(
     buffers = (q_s, k_s, v_s)
     barriers = (q_full, q_empty, k_full, v_full, free)
     given = (
-        out, lse, ranges, seen, schedule, stride_ob, stride_os, stride_oh,
+        out, lse, ranges, seen, sinks, schedule, stride_ob, stride_os, stride_oh,
         n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
     )  # fmt: skip
     descriptors = (q_desc, k_desc, v_desc)

@@ -193,11 +193,14 @@ def _padded(dim: int) -> int:
 # Launchers ----------------------------------------------------------------------------------------------------------
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: Partial, first: bool) -> None:
-    """As `reference.forward`, of tensors that are not empty."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, sinks: Tensor | None, into: Partial, first: bool
+) -> None:
+    """As `reference.forward`, of tensors that are not empty; `sinks` fp32 `(h,)`, in a first visit alone."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     device, is_full = q.device, visit.mask.is_full
-    launch = _forward_launch(Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out), is_full, scale, first, device)
+    kinds = Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out)
+    launch = _forward_launch(*kinds, is_full, sinks is not None, scale, first, device)
     tile = forward_tile(q.shape[3], v.shape[3])
     ranges = ranges_of(visit, "queries", tile.block_q, device)
     seen = None if is_full else seen_rows_of(visit, device)
@@ -205,12 +208,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, into: P
     if launch.is_scheduled:
         n_heads, together = q.shape[2], launch.numbers["heads_together"]
         schedule = _schedule(visit, tile.block_q, tile.block_k, q.shape[0], n_heads, together, launch.grid[0], device)
-    launch(q, k, v, into.out, into.lse, ranges, seen, schedule)
+    launch(q, k, v, into.out, into.lse, ranges, seen, sinks, schedule)
 
 
 @lru_cache(maxsize=1024)
 def _forward_launch(
-    q: Kind, k: Kind, v: Kind, out: Kind, is_full: bool, scale: float, first: bool, device: torch.device
+    q: Kind,
+    k: Kind,
+    v: Kind,
+    out: Kind,
+    is_full: bool,
+    has_sinks: bool,
+    scale: float,
+    first: bool,
+    device: torch.device,
 ) -> Launch:
     """A launch of `forward_kernel`, by all that its form depends on."""
     tile = forward_tile(q.shape[3], v.shape[3])
@@ -249,7 +260,7 @@ def _forward_launch(
     resident = count_multiprocessors(device) - (out.dtype != q.dtype)  # a ring leaves one to kernels that signal
     way = ways_to_share(n_work, n_blocks, resident, is_full=is_full)
     programs = n_work if way == "grid" else min(n_work, resident)
-    tensors = ("out", "lse", "ranges", "seen", "schedule")
+    tensors = ("out", "lse", "ranges", "seen", "sinks", "schedule")
     launch = Launch(forward_kernel, (programs,), boxes, tensors, numbers, num_warps=4, maxnreg=tile.registers)
     launch.is_scheduled = way == "schedule"
     return launch

@@ -53,7 +53,7 @@ from .launch import (
     sums_of,
     tma_strides,
 )
-from .merge import Partial, Sums
+from .merge import Partial, Sums, start_partial
 from .plan import Visit
 from .score import KEEP_BITS, Scoring
 
@@ -249,6 +249,16 @@ def _online_softmax_update(scores, row_max, row_sum, scale_log2, MASKED: tl.cons
     return p, rescale, row_max_new, row_sum * rescale + tl.sum(p, 1)
 
 
+@triton.jit
+def _see_sink(sink, row_max, row_sum):
+    """The online softmax's step for one more key, of score `sink`, in base 2, and value 0: `(rescale, row_max,
+    row_sum)`."""
+    row_max_new = tl.maximum(row_max, sink)
+    pivot = tl.where(row_max_new == NEG_INF, 0.0, row_max_new)
+    rescale = tl.exp2(row_max - pivot)
+    return rescale, row_max_new, row_sum * rescale + tl.exp2(sink - pivot)
+
+
 # Forward ------------------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +295,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward_kernel(
-    q, k, v, out, lse, ranges, seen_rows, positions, slopes, head_words,
+    q, k, v, out, lse, ranges, seen_rows, sinks, positions, slopes, head_words,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh,
     n_q, n_k, scale_log2, heads_per_kv, cap_log2, drop_below, keep_scale,
@@ -333,6 +343,9 @@ def _forward_kernel(
         )  # fmt: skip
 
     # Epilogue: normalise, and merge with what the visits before this one left. See merge.py.
+    if sinks is not None:
+        rescale, row_max, row_sum = _see_sink(tl.load(sinks + head) * LOG2E, row_max, row_sum)
+        acc *= rescale[:, None]
     seen_any = row_sum > 0
     row_sum = tl.where(seen_any, row_sum, 1.0)
     result = acc / row_sum[:, None]
@@ -730,8 +743,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
     """Attend to one shard and merge the partial result into the running one. As `reference.forward`."""
     if k.numel() == 0 or q.numel() == 0:  # nothing to launch, and TMA has no descriptor of nothing
         if first:
-            into.out.zero_()
-            into.lse.fill_(NEG_INF.value)
+            start_partial(into, scoring.sinks)
         return
     if q.shape[0] > launch.MOST_BATCHES:
         for part in batches_of(q):
@@ -742,7 +754,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
     if kernel == "hopper":
         from . import hopper_kernel
 
-        hopper_kernel.forward(q, k, v, visit, scoring.scale, into, first)
+        hopper_kernel.forward(q, k, v, visit, scoring.scale, scoring.sinks if first else None, into, first)
     else:
         _forward(q, k, v, visit, scoring, into, first)
 
@@ -831,6 +843,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, in
         lse=into.lse,
         ranges=ranges_of(visit, "queries", tile.block_q, q.device),
         seen_rows=seen_rows_of(visit, q.device),
+        sinks=scoring.sinks if first else None,
         n_q=q.shape[1],
         n_k=k.shape[1],
         MERGE=not first,

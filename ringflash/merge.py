@@ -30,12 +30,13 @@ class Sums(NamedTuple):
         return Sums(self.dk[batches], self.dv[batches], self.fresh)
 
 
-def merge_sinks(total: Partial, sinks: Tensor) -> None:
-    """Merge one more partial into `total`, in place: `(0, sinks[head])`, a key with that score and a value of 0."""
-    lse = torch.logaddexp(total.lse, rearrange(sinks.to(total.lse.dtype), "h -> h 1"))
-    share = torch.exp(total.lse - lse.masked_fill(lse == NEG_INF, 0.0))
-    total.out.mul_(rearrange(share, "b h s -> b s h 1"))
-    total.lse.copy_(lse)
+def start_partial(total: Partial, sinks: Tensor | None) -> None:
+    """Write what there is before any key: the identity, or of a sink, a key of that score and value 0, `(0, sink)`."""
+    total.out.zero_()
+    if sinks is None:
+        total.lse.fill_(NEG_INF)
+    else:
+        total.lse.copy_(rearrange(sinks, "h -> h 1"))
 
 
 def sinks_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:

@@ -168,9 +168,9 @@ def _attention(
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     head_words = _head_words(q, seed, group)
-    scoring = _scoring(q, slopes, head_words, scale, softcap, dropout_p)
+    scoring = _scoring(q, sinks, slopes, head_words, scale, softcap, dropout_p)
     with _as_given(q), span("forward"):
-        out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scoring, sinks)
+        out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scoring)
     return out, lse, head_words
 
 
@@ -187,12 +187,20 @@ def _head_words(q: Tensor, seed: Tensor | None, group: str) -> Tensor:
 
 
 def _scoring(
-    q: Tensor, slopes: Tensor | None, head_words: Tensor, scale: float, softcap: float | None, dropout_p: float
+    q: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    head_words: Tensor,
+    scale: float,
+    softcap: float | None,
+    dropout_p: float,
 ) -> Scoring:
+    wide = torch.promote_types(q.dtype, torch.float32)
     if slopes is not None:
-        wide = torch.promote_types(q.dtype, torch.float32)
         slopes = slopes.to(wide).expand(q.shape[0], q.shape[2]).contiguous()
-    return Scoring(scale, softcap, slopes, dropout_p, head_words if dropout_p else None)
+    if sinks is not None:
+        sinks = sinks.to(wide).contiguous()
+    return Scoring(scale, softcap, slopes, dropout_p, head_words if dropout_p else None, sinks)
 
 
 def _shape_word(x: Tensor | None) -> str:
@@ -238,12 +246,12 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of this rank's shards, and `dsinks` by its queries: empty where there are no sinks."""
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
-    scoring = _scoring(q, slopes, head_words, scale, softcap, dropout_p)
+    scoring = _scoring(q, sinks, slopes, head_words, scale, softcap, dropout_p)
     with _as_given(q), span("backward"):
         dq, dk, dv, dsinks = ring.ring_backward(
-            _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scoring, sinks
+            _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scoring
         )
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+    return dq, dk, dv, q.new_empty(0) if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 
 
 attention_backward = torch.library.custom_op("ringflash::attention_backward", _attention_backward, mutates_args=())

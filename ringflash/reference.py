@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .layout import count_rows
 from .mask import Mask
-from .merge import NEG_INF, Partial, Sums, merge
+from .merge import NEG_INF, Partial, Sums, merge, start_partial
 from .plan import Visit
 from .score import Scoring, kept, make_head_words
 
@@ -94,16 +94,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
         q, k, v: this rank's queries and the source's keys and values.
         visit: who sees whom.
         scoring: what scores are, and which weights are dropped.
-        into: running `(out, lse)`; overwritten when `first`, merged into otherwise.
+        into: running `(out, lse)`; overwritten when `first`, and then with the sinks in it; merged into otherwise.
     """
+    if first:
+        start_partial(into, scoring.sinks)
     for block, (begin, full_begin, full_end, end) in enumerate(visit.key_ranges(BLOCK).tolist()):
         rows = slice(block * BLOCK, (block + 1) * BLOCK)
         keys = slice(begin, end)
         out, lse = into.out[:, rows], into.lse[:, :, rows]
         if begin == end:
-            if first:
-                out.zero_()
-                lse.fill_(NEG_INF)
             continue
         scores, _ = _scores(q[:, rows], k[:, keys], visit, scoring, rows, keys)
         if (begin, end) != (full_begin, full_end):
@@ -115,10 +114,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
         part_out = torch.einsum("bgrqk, bkgd -> bqgrd", weights, _wide(v[:, keys]))
         part_out = rearrange(part_out, "b q g r d -> b q (g r) d")
         part_lse = rearrange(part_lse, "b g r q -> b (g r) q")
-        if not first:
-            part_out, part_lse = merge(out, lse, part_out, part_lse)
-        out.copy_(part_out)
-        lse.copy_(part_lse)
+        merged_out, merged_lse = merge(out, lse, part_out, part_lse)
+        out.copy_(merged_out)
+        lse.copy_(merged_lse)
 
 
 class Started(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import comm
-from .merge import NEG_INF, Partial, Sums, merge_sinks, sinks_gradient
+from .merge import NEG_INF, Partial, Sums, sinks_gradient
 from .plan import Plan, Visit
 from .score import Scoring
 
@@ -73,21 +73,17 @@ def ring_forward(
     k: Tensor,
     v: Tensor,
     scoring: Scoring,
-    sinks: Tensor | None = None,
 ) -> Partial:
     """Attention of this rank's queries over the whole sequence: `out (b, s, h, d_v)` in q's dtype, `lse (b, h, s)`."""
     groups = comm.grouped(plan, k, v)
-    one_partial = len(groups) == 1 and sinks is None
     wide = torch.promote_types(q.dtype, torch.float32)
     total = Partial(
-        out=q.new_empty(*q.shape[:3], v.shape[3], dtype=q.dtype if one_partial else wide),
+        out=q.new_empty(*q.shape[:3], v.shape[3], dtype=q.dtype if len(groups) == 1 else wide),
         lse=q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide),
     )
     for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
         assert visit is not None
         backend.forward(q, k_here, v_here, visit, scoring, into=total, first=index == 0)
-    if sinks is not None:
-        merge_sinks(total, sinks)
     return Partial(total.out.to(q.dtype), total.lse)
 
 
@@ -102,15 +98,14 @@ def ring_backward(
     dout: Tensor,
     dlse: Tensor | None,
     scoring: Scoring,
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`(dq, dk, dv)` of this rank's shards, from every rank's queries and keys; `dsinks`, where there are sinks, from
-    this rank's queries alone. Each in its input's dtype."""
+    """`(dq, dk, dv)` of this rank's shards, from every rank's queries and keys, in the inputs' dtype; `dsinks`, where
+    there are sinks, from this rank's queries alone, fp32 or wider."""
     sums = q.dtype if plan.hops == 0 else torch.promote_types(q.dtype, torch.float32)
     if dlse is not None:  # the lse of a query that sees no key is a constant
         dlse = dlse.masked_fill(result.lse == NEG_INF, 0.0)
     state = backend.start_backward(q, result, dout, dlse, scoring, sums)
-    dsinks = None if sinks is None else sinks_gradient(result.lse, state.delta, sinks).to(sinks.dtype)
+    dsinks = None if scoring.sinks is None else sinks_gradient(result.lse, state.delta, scoring.sinks)
     groups = comm.halved(plan, k, v, sums)
     gradients = comm.Gradients(plan, groups, k, v, sums, transport)
     first = True

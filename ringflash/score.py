@@ -27,10 +27,11 @@ class Scoring(NamedTuple):
     slopes: Tensor | None = None  # ALiBi: fp32 or fp64 (b, h)
     dropout_p: float = 0.0
     head_words: Tensor | None = None  # where weights are dropped: int32 (b, h, 2), see `make_head_words`
+    sinks: Tensor | None = None  # fp32 or fp64 (h,), contiguous: one more key's score, for the first visit alone
 
     @property
     def is_plain(self) -> bool:
-        """A scale and nothing else?"""
+        """A scale and nothing else? Sinks are no matter: a visit sees them when its sums are done."""
         return self.softcap is None and self.slopes is None and self.head_words is None
 
     def of(self, batches: slice) -> "Scoring":

@@ -31,7 +31,7 @@ FORWARD_KERNEL, BACKWARD_KERNEL = hopper_kernel.forward_kernel, hopper_kernel.ba
 WIDE_BACKWARD_KERNEL = hopper_kernel.wide_backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
 WIDE_ARGUMENTS = ("scale", "scale_log2", "cap_log2", "keep_scale")
-FP32_POINTERS = ("lse", "delta", "slopes")
+FP32_POINTERS = ("lse", "delta", "slopes", "sinks")
 INT_POINTERS = ("ranges", "seen_rows", "positions", "head_words")
 
 
@@ -73,6 +73,7 @@ def compile_kernel(
     softcap: bool = False,
     alibi: bool = False,
     dropout: bool = False,
+    sinks: bool = False,
 ) -> Compiled:
     """Compile `kernel` ("forward", "dq", "dkv") with `tile`, as a launcher of `local_kernel.py` would ask for it: in a
     visit after the first when `accumulate`, under the full mask when `full`."""
@@ -85,7 +86,13 @@ def compile_kernel(
         "Q_BY_TMA": tile.q_in_registers, "PRECISION": local_kernel._precision(dtype),
         "CAP": softcap, "ALIBI": alibi, "DROP": dropout,
     }  # fmt: skip
-    given = {"seen_rows": not full, "positions": alibi or dropout, "slopes": alibi, "head_words": dropout}
+    given = {
+        "seen_rows": not full,
+        "positions": alibi or dropout,
+        "slopes": alibi,
+        "head_words": dropout,
+        "sinks": sinks,
+    }
     constants |= {name: None for name, is_given in given.items() if not is_given}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     name = DTYPE_NAMES[dtype]
@@ -138,6 +145,7 @@ def compile_hopper(
     accumulate: bool = False,
     full: bool = False,
     without_dq: bool = False,
+    sinks: bool = False,
 ) -> Compiled:
     """Compile the Hopper kernel "forward" or "backward" for what its launcher passes; options as `compile_kernel`."""
     sums = torch.float32 if accumulate else dtype
@@ -152,7 +160,8 @@ def compile_hopper(
     with patch.multiple(hopper_kernel, **kernels):
         if kernel == "forward":
             function = FORWARD_KERNEL
-            hopper_kernel.forward(q, k, v, visit, 0.1, into=total, first=not accumulate)
+            sink = torch.zeros(4) if sinks else None
+            hopper_kernel.forward(q, k, v, visit, 0.1, sink, into=total, first=not accumulate)
         else:
             function = BACKWARD_KERNEL if max(dim, v.shape[3]) <= 128 else WIDE_BACKWARD_KERNEL
             rows = torch.zeros(2, 4, 128)

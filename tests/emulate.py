@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringflash.layout import layout_runs, put_rows, take_rows
 from ringflash.mask import Mask
-from ringflash.merge import Partial, Sums, merge_sinks, sinks_gradient
+from ringflash.merge import Partial, Sums, sinks_gradient
 from ringflash.plan import plan_ring
 from ringflash.ring import Backend
 from ringflash.score import Scoring
@@ -22,7 +22,6 @@ def emulate_ring(
     layout: str,
     world_size: int,
     scoring: Scoring | None = None,
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """`(out, lse, dq, dk, dv)` of the whole sequence, fp32 (fp64 of fp64), as `world_size` ranks would compute them
     together; and `dsinks` with sinks.
@@ -51,9 +50,6 @@ def emulate_ring(
             k_here, v_here = ks[source][:, rows], vs[source][:, rows]
             backend.forward(qs[rank], k_here, v_here, visit, scoring, into=totals[rank], first=step == 0)
 
-    if sinks is not None:
-        for total in totals:
-            merge_sinks(total, sinks)
     dks, dvs = ([poisoned(x) for x in shards] for shards in (ks, vs))
     states = [
         backend.start_backward(*arguments, scoring, wide) for arguments in zip(qs, totals, douts, dlses, strict=True)
@@ -79,7 +75,9 @@ def emulate_ring(
     outs, lses = zip(*totals, strict=True)
     dqs = [backend.finish_backward(state) for state in states]
     results = [whole(list(outs)), whole(list(lses), dim=2), whole(dqs), whole(dks), whole(dvs)]
-    if sinks is not None:
-        shares = [sinks_gradient(total.lse, state.delta, sinks) for total, state in zip(totals, states, strict=True)]
+    if scoring.sinks is not None:
+        shares = [
+            sinks_gradient(total.lse, state.delta, scoring.sinks) for total, state in zip(totals, states, strict=True)
+        ]
         results.append(torch.stack(shares).sum(0))
     return tuple(results)

@@ -61,14 +61,49 @@ def test_heads_and_dims_match_dense_attention(doubles, heads, kv_heads, dim, v_d
     assert all(double.launches for double in doubles)
 
 
+SINKS = torch.tensor([0.3, -1.0, 20.0, -inf])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("layout", "world_size"), [("contiguous", 1), ("zigzag", 2), ("striped", 3)])
+def test_the_first_of_a_rings_visits_sees_the_sinks(doubles, layout, world_size, mask):
+    inputs = random_inputs(2, 403, 4, 64, kv_heads=2, dtype=torch.float16)
+    results = emulate_ring(BACKEND, inputs, MASKS[mask], layout, world_size, Scoring(0.125, sinks=SINKS))
+    check(results, dense(inputs, MASKS[mask], sinks=SINKS), TOLERANCE[torch.float16])
+    with_sinks = [arguments["sinks"] is not None for _, arguments in doubles[0].launches]
+    assert with_sinks == [not arguments["MERGE"] for _, arguments in doubles[0].launches]
+    assert sum(with_sinks) == world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("query_len", "key_len"), [(300, 1), (300, 201)])
+def test_sinks_of_any_dtype_and_queries_that_see_no_key(doubles, query_len, key_len, dtype):
+    q, k, v, *_ = inputs = random_inputs(2, query_len, 4, 64, kv_heads=2, key_len=key_len, dtype=torch.float16)
+    sinks = torch.stack([SINKS, SINKS], 1).to(dtype)[:, 0]  # not contiguous
+    out, lse = flash_attention(q, k, v, causal=True, sinks=sinks, return_lse=True, backend="triton")
+    expected, expected_lse, *_ = dense(inputs, Mask(right=0), sinks=sinks)
+    unseen = query_len - key_len
+    assert not out[:, :unseen].any() and torch.equal(lse[0, :, 0], sinks.float())
+    assert relative_error(out, expected) <= TOLERANCE[torch.float16]
+    assert torch.allclose(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    ((_, arguments),) = doubles[0].launches
+    assert arguments["out"].dtype == torch.float16  # at once: nothing is left to do
+
+
+def test_a_call_without_sinks_is_another_launch_than_one_with_them(doubles):
+    q, k, v, *_ = random_inputs(1, 70, 4, 64, dtype=torch.float16)
+    for sinks in (None, SINKS, None):
+        flash_attention(q, k, v, sinks=sinks, backend="triton")
+    assert hopper_kernel._forward_launch.cache_info().currsize == 2
+
+
 def test_sinks_come_with_hopper_kernels_and_a_softcap_without(doubles):
-    inputs, sinks = random_inputs(2, 203, 4, 64, kv_heads=2, dtype=torch.float16), torch.tensor([0.3, -1.0, 2.0, 0.0])
-    results = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, sinks=sinks)
-    check(results[:5], dense(inputs, Mask(right=0), sinks=sinks), TOLERANCE[torch.float16])
-    assert all(double.launches for double in doubles)
-    before = [len(double.launches) for double in doubles]
-    emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, Scoring(0.125, softcap=2.0))
-    assert [len(double.launches) for double in doubles] == before
+    inputs = random_inputs(1, 20, 4, 64, kv_heads=2, dtype=torch.float16)
+    for scoring, taken in ((Scoring(0.125, sinks=SINKS), True), (Scoring(0.125, 2.0, sinks=SINKS), False)):
+        for double in doubles:
+            double.launches.clear()
+        emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, scoring)
+        assert [bool(double.launches) for double in doubles] == [taken, taken]
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -102,12 +137,12 @@ def test_unequal_lengths_and_rows_that_see_nothing(mask, query_len, key_len):
 
 
 def test_more_batches_than_a_grid_takes_are_several_launches(monkeypatch, doubles):
-    inputs = random_inputs(5, 33, 2, 64, kv_heads=1, dtype=torch.float16)
-    whole = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2)
+    inputs, scoring = random_inputs(5, 33, 2, 64, kv_heads=1, dtype=torch.float16), Scoring(0.125, sinks=SINKS[:2])
+    whole = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, scoring)
     for double in doubles:
         double.launches.clear()
     monkeypatch.setattr(launch, "MOST_BATCHES", 2)
-    assert all(map(torch.equal, emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2), whole))
+    assert all(map(torch.equal, emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, scoring), whole))
     forward, backward = doubles
     assert {arguments["n_work"] for _, arguments in forward.launches} == {2, 4}  # batches x heads
     assert {grid[0] // arguments["n_blocks"] for grid, arguments in backward.launches} == {1, 2}

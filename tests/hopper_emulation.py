@@ -112,6 +112,10 @@ def forward(grid: tuple[int, ...], **a: Any) -> None:
         lse = torch.logsumexp(scores * LN2, 1)
         pivot = torch.where(lse == NEG_INF, 0.0, lse)
         out = torch.exp(scores * LN2 - pivot[:, None]) @ torch.cat(values)
+        if a["sinks"] is not None:
+            assert not a["MERGE"], "sinks belong to the first visit"
+            total = torch.logaddexp(lse, a["sinks"][head])
+            out, lse = out * torch.exp(lse - torch.where(total == NEG_INF, 0.0, total))[:, None], total
         here = slice(block * block_q, min(n_q, (block + 1) * block_q))
         out, lse = out[: here.stop - here.start, : a["DV"]], lse[: here.stop - here.start]
         if a["MERGE"]:

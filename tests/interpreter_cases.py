@@ -30,17 +30,20 @@ MASKS = {"full": Mask(), "causal": Mask(right=0), "window": Mask(left=29, right=
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 
-def dense(inputs: Inputs, mask: Mask, **options):
-    """`(out, lse, dq, dk, dv)` by the oracle, for a loss that uses out and the lse of rows that see a key."""
-    leaves = [x.detach().double().requires_grad_() for x in inputs[:3]]
-    out, lse = reference.dense_attention(*leaves, mask=mask, **options)
+def dense(inputs: Inputs, mask: Mask, *, sinks: torch.Tensor | None = None, **options):
+    """`(out, lse, dq, dk, dv)`, and `dsinks` of sinks, by the oracle, for a loss that uses out and the lse of rows that
+    see a key."""
+    given = inputs[:3] if sinks is None else (*inputs[:3], sinks)
+    leaves = [x.detach().double().requires_grad_() for x in given]
+    out, lse = reference.dense_attention(*leaves[:3], mask=mask, sinks=None if sinks is None else leaves[3], **options)
     finite = lse.masked_fill(lse.isinf(), 0.0)
     loss = (out * inputs.dout).sum() + (finite * inputs.dlse).sum()
     return out, lse, *torch.autograd.grad(loss, leaves)
 
 
 def check(results, expected, tolerance: float) -> None:
-    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), results, expected, strict=True):
+    assert len(results) == len(expected)
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), results, expected, strict=False):
         assert relative_error(got, want) <= tolerance, name
 
 
@@ -103,12 +106,13 @@ OPTIONS = {
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi_slopes": SLOPES},
     "dropout": {"dropout_p": 0.3, "seed": torch.tensor([2**40 + 7])},
+    "sinks": {"sinks": torch.tensor([0.7, 3.0])},
 }
 
 
-def scoring_of(softcap=None, alibi_slopes=None, dropout_p=0.0, seed=None) -> Scoring:
+def scoring_of(softcap=None, alibi_slopes=None, dropout_p=0.0, seed=None, sinks=None) -> Scoring:
     words = None if seed is None else make_head_words(seed, 2, 2)
-    return Scoring(0.25, softcap, alibi_slopes, dropout_p, words)
+    return Scoring(0.25, softcap, alibi_slopes, dropout_p, words, sinks)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +125,28 @@ def test_kernels_cap_scores_and_drop_weights_as_dense_attention_does(monkeypatch
     inputs = random_inputs(2, 149, 2, 16, kv_heads=1, dtype=torch.float16 if tiles_of == (9, 0) else torch.float32)
     results = emulate_ring(BACKEND, inputs, MASKS[mask], layout, 2, scoring_of(**chosen))
     check(results, dense(inputs, MASKS[mask], **chosen), TOLERANCE[inputs.q.dtype])
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "world_size"), [("contiguous", "causal", 1), ("zigzag", "full", 2), ("striped", "window", 3)]
+)
+def test_a_ring_of_kernels_sees_the_sinks_once(layout, mask, world_size):
+    inputs, sinks = random_inputs(1, 101, 3, 16, kv_heads=1), torch.tensor([0.3, 20.0, -math.inf])
+    results = emulate_ring(BACKEND, inputs, MASKS[mask], layout, world_size, Scoring(0.25, sinks=sinks))
+    check(results, dense(inputs, MASKS[mask], sinks=sinks), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("query_len", "key_len"), [(70, 1), (101, 70)])
+def test_sinks_of_any_dtype_and_queries_that_see_no_key(query_len, key_len, dtype):
+    q, k, v, *_ = inputs = random_inputs(2, query_len, 3, 16, kv_heads=1, key_len=key_len, dtype=torch.float16)
+    sinks = torch.tensor([[0.3, 9.0], [20.0, 9.0], [-math.inf, 9.0]], dtype=dtype)[:, 0]  # not contiguous
+    out, lse = flash_attention(q, k, v, causal=True, sinks=sinks, return_lse=True, backend="triton")
+    expected, expected_lse, *_ = dense(inputs, Mask(right=0), sinks=sinks)
+    unseen = query_len - key_len
+    assert not out[:, :unseen].any() and (lse[:, 2, :unseen] == -math.inf).all()
+    assert out.dtype == torch.float16 and relative_error(out, expected) <= TOLERANCE[torch.float16]
+    assert torch.allclose(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -164,9 +190,11 @@ def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_l
     assert visit is not None
     for kernel in ("_forward_kernel", "_dq_kernel", "_dkv_kernel"):
         monkeypatch.setattr(local_kernel, kernel, None)
-    total = local_kernel.Partial(torch.full_like(dout, math.nan), torch.full_like(dlse, math.nan))
-    BACKEND.forward(q, k, v, visit, Scoring(0.25), into=total, first=True)
-    assert not total.out.any() and (total.lse == -math.inf).all()
+    sink = torch.arange(heads) + 0.5
+    for sinks, lse in ((sink, sink[:, None]), (None, -math.inf)):
+        total = local_kernel.Partial(torch.full_like(dout, math.nan), torch.full_like(dlse, math.nan))
+        BACKEND.forward(q, k, v, visit, Scoring(0.25, sinks=sinks), into=total, first=True)
+        assert not total.out.any() and (total.lse == lse).all()
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
     state = local_kernel.Started(total.lse, dlse, dq, q.dtype)
     BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.25), take_dkv=lambda: Sums(dk, dv, True), first=True)
@@ -175,7 +203,7 @@ def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_l
 
 def test_more_batches_than_a_grid_takes_are_several_launches(monkeypatch):
     inputs = random_inputs(5, 20, 2, 16, kv_heads=1)
-    scoring = Scoring(0.25, None, torch.rand(5, 2), 0.2, make_head_words(torch.tensor([3]), 5, 2))
+    scoring = Scoring(0.25, None, torch.rand(5, 2), 0.2, make_head_words(torch.tensor([3]), 5, 2), torch.ones(2))
     whole = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, scoring)
     monkeypatch.setattr(launch, "MOST_BATCHES", 2)
     batches, strides = [], local_kernel._strides

@@ -217,6 +217,21 @@ def test_options_of_scores_match_the_torch_backend(head_dim, dtype):
         assert max(found.values()) <= bound, (list(options), found)
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sinks_at_any_address_of_queries_that_see_no_key(kernels, head_dim, causal):
+    inputs = cuda_inputs(2, 333, 4, head_dim, kv_heads=2, key_len=131, dtype=torch.float16)
+    wide, many = Inputs(*(x.float() for x in inputs)), torch.linspace(-2, 9, 9, device="cuda")
+    many[2] = -torch.inf  # a head's sink that is none
+    for first in (0, 1, 4, 0):
+        sinks = many[first : first + 4]
+        q, k, v, *_ = inputs
+        out, lse = flash_attention(q, k, v, causal=causal, sinks=sinks, return_lse=True)
+        expected = flash_attention(*wide[:3], causal=causal, sinks=sinks, return_lse=True, backend="torch")
+        assert relative_error(out, expected[0]) <= 1e-3 and torch.allclose(lse, expected[1], rtol=1e-3, atol=1e-3)
+        assert not causal or not out[:, : 333 - 131].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_are_bitwise_equal_from_run_to_run(dtype):
     inputs = cuda_inputs(2, 1111, 8, 128, kv_heads=2, dtype=dtype)

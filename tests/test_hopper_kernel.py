@@ -58,7 +58,7 @@ def test_other_gpus_and_fp32_take_the_portable_kernels(monkeypatch):
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_scores_with_more_than_a_scale_get_the_portable_kernels(which):
     assert kernel_of(which, 128, 128, torch.bfloat16, (9, 0), plain=False) == "portable"
-    assert Scoring(0.5).is_plain
+    assert Scoring(0.5).is_plain and Scoring(0.5, sinks=torch.ones(2)).is_plain
     others = Scoring(0.5, 1.0), Scoring(0.5, slopes=torch.ones(1, 2)), Scoring(0.5, head_words=torch.ones(1, 2, 2))
     assert not any(scoring.is_plain for scoring in others)
 
@@ -110,7 +110,7 @@ TUNED: list[Variant] = [
     *(
         ("forward", torch.bfloat16, dim, dim, options)
         for dim in (64, 128)
-        for options in ((), (("accumulate", True),), (("full", True),))
+        for options in ((), (("accumulate", True),), (("full", True),), (("sinks", True),))
     ),
     ("forward", torch.float16, 96, 96, ()),
 ]

@@ -40,6 +40,7 @@ TUNED: list[Variant] = [
 ]
 EVERYTHING = (("softcap", True), ("alibi", True), ("dropout", True), ("accumulate", True))
 TUNED += [(kernel, torch.bfloat16, dim, 90, EVERYTHING) for kernel in KERNELS for dim in (64, 128)]
+TUNED += [("forward", torch.bfloat16, dim, 90, (("sinks", True),)) for dim in (64, 128)]
 OTHERS: list[Variant] = [
     *((kernel, torch.float16, 256, 90, EVERYTHING) for kernel in KERNELS),
     *((kernel, torch.float32, 128, 80, EVERYTHING) for kernel in KERNELS),

@@ -12,8 +12,10 @@ from oracle import FP32_BOUND, Attention, assemble, assert_close, held_positions
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ringflash import Mask, compat, flash_attention, reference, ring_attention
-from ringflash.score import kept, make_head_words
+from ringflash import Mask, compat, flash_attention, ops, reference, ring_attention
+from ringflash.merge import Partial
+from ringflash.plan import Visit
+from ringflash.score import Scoring, kept, make_head_words
 from ringflash.testing import Inputs, random_inputs, relative_error
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -203,6 +205,30 @@ def test_a_sink_is_a_key_of_value_0():
     out, lse = flash_attention(q[:, :1], k, v, sinks=sink, return_lse=True)
     expected, expected_lse = flash_attention(q[:, :1], wide_k, wide_v, return_lse=True)
     assert relative_error(out, expected) <= 1e-6 and relative_error(lse, expected_lse) <= 1e-6
+
+
+def test_with_one_visit_out_has_qs_dtype_at_once(monkeypatch):
+    """Sinks leave nothing to do after it."""
+    written, backend = [], ops._backend("torch", False)
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
+        backend.forward(q, k, v, visit, scoring, into, first)
+        written.extend(into)
+
+    monkeypatch.setattr(ops, "_backend", lambda *_: backend._replace(forward=spy))
+    q, k, v, *_ = problem(dtype=torch.bfloat16)
+    out, lse = flash_attention(q, k, v, sinks=OPTIONS["sinks"]["sinks"], return_lse=True)
+    assert written[0] is out and written[1] is lse and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sinks_of_any_dtype_get_their_gradient_in_it(dtype):
+    inputs, sinks = problem(), torch.tensor([0.75, -2.0, 3.0, float("-inf")], dtype=dtype)
+    actual = run(flash_attention, inputs, sinks, mask=MASKS["causal"], return_lse=True)
+    expected = dense(inputs, sinks=sinks.double(), mask=MASKS["causal"])
+    assert_close(actual[0], expected[0], FP32_BOUND)
+    assert actual[1] is not None and expected[1] is not None and actual[1].dtype == dtype
+    assert relative_error(actual[1], expected[1]) <= max(FP32_BOUND, torch.finfo(dtype).eps)
 
 
 def test_a_query_that_sees_no_key_has_the_sink_alone():

@@ -74,9 +74,9 @@ def check_problem(
     slopes = torch.rand(batch, heads, generator=generator, dtype=torch.float64) if with_slopes else None
     sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if with_sinks else None
     words = make_head_words(torch.tensor([seed]), batch, heads) if dropout_p else None
-    scoring = Scoring(0.3, softcap, slopes, dropout_p, words)
+    scoring = Scoring(0.3, softcap, slopes, dropout_p, words, sinks)
     with small_blocks(block):
-        actual = emulate_ring(BACKEND, inputs, mask, layout, world_size, scoring, sinks)
+        actual = emulate_ring(BACKEND, inputs, mask, layout, world_size, scoring)
     options = {"softcap": softcap, "alibi_slopes": slopes, "dropout_p": dropout_p, "seed": torch.tensor([seed])}
     expected = dense(inputs, sinks, mask=mask, scale=0.3, **options)
     for name, got, want in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), actual, expected, strict=False):
