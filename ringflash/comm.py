@@ -48,7 +48,7 @@ TRANSPORTS = ("auto", "gloo", "nccl", "nvlink")
 GROUP_BYTES = 2**28  # most that a group of several shards takes: see Note [Groups]
 FIRST_BYTES = 2**27  # most that is waited for before the first launch
 ABSENT_SECONDS = 0.5  # that a rank whose call failed waits to hear who else's did
-HALVED_BYTES = 2**25  # sums of a shard that travel in halves: see Note [Halves]
+HALVED_BYTES = 2**26  # sums of a shard that travel in halves: see Note [Halves]
 
 
 class Pending(Protocol):
