@@ -100,6 +100,7 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="auto", help="attention backend of the ring: auto, triton or torch")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--graphs", action="store_true", help="also the ring's passes replayed from CUDA graphs")
     parser.add_argument("--emulate", type=int, metavar="W", help="the compute side of W ranks, one after the other")
     parser.add_argument("--ranks", nargs="+", type=int, help="which of them; default: all of 8, else a sample of 4")
     add_timing_arguments(parser)
@@ -127,6 +128,10 @@ def main() -> None:
         case = Case(shape, mask, dtype)
         contenders = [one_gpu(name) for name in options.baselines]
         contenders += [our_ring(layout) for layout in options.layouts]
+        if options.graphs:
+            contenders += [
+                ring(layout, options.backend, transport, world.size, captured=True) for layout in options.layouts
+            ]
         contenders += [other(name, case.causal, world.size) for name in options.contenders]
         rows = measure(contenders, our_ring, case, options.rounds, options.round_ms, world)
         world.say(f"{case}, {world.size} ranks: ms, TFLOP/s a GPU, speed-up over the fastest GPU, efficiency")

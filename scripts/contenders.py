@@ -44,11 +44,13 @@ class Candidate(NamedTuple):
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None  # None: this rank only waits
     inputs: Inputs
     around: Callable[[], AbstractContextManager[object]] = nullcontext
+    captured: bool = False  # its passes are replayed from CUDA graphs
 
     def passes(self) -> dict[str, Callable[[], object]]:
         if self.attend is None:
             return dict.fromkeys(WORK, lambda: None)
-        return passes_of(self.attend, self.inputs)
+        passes = passes_of(self.attend, self.inputs)
+        return {name: capture(run) for name, run in passes.items()} if self.captured else passes
 
     def results(self) -> dict[str, Tensor]:
         """out, dq, dk and dv of this rank's rows; nothing where it only waits."""
@@ -59,6 +61,17 @@ class Candidate(NamedTuple):
             out = self.attend(*leaves)
             gradients = torch.autograd.grad(out, leaves, self.inputs.dout)
         return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+
+
+def capture(run: Callable[[], object]) -> Callable[[], object]:
+    """What replays `run` from a CUDA graph, without the host's share of it."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 class Contender(NamedTuple):
@@ -112,7 +125,7 @@ def one_gpu(name: str) -> Contender:
     return Contender(name, "", 1, build)
 
 
-def ring(layout: str, backend: str, transport: str, world_size: int) -> Contender:
+def ring(layout: str, backend: str, transport: str, world_size: int, *, captured: bool = False) -> Contender:
     def build(world: World, whole: Inputs, causal: bool) -> Candidate:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return ring_attention(
@@ -127,9 +140,10 @@ def ring(layout: str, backend: str, transport: str, world_size: int) -> Contende
                 backend=backend,
             )
 
-        return Candidate(attend, Inputs(*(shard(x, group=world.group, layout=layout) for x in whole)))
+        inputs = Inputs(*(shard(x, group=world.group, layout=layout) for x in whole))
+        return Candidate(attend, inputs, captured=captured)
 
-    return Contender("ringflash", layout, world_size, build)
+    return Contender("ringflash-graph" if captured else "ringflash", layout, world_size, build)
 
 
 def other(name: str, causal: bool, world_size: int) -> Contender:
