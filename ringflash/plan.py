@@ -343,10 +343,11 @@ def keep_by_bytes(limit: int) -> Callable[[Callable[..., Tensor]], Callable[...,
         def cached(*key: Hashable) -> Tensor:
             nonlocal total
             with lock:
-                if key not in kept:
-                    kept[key] = make(*key)
-                    total += cost(kept[key])
-                kept.move_to_end(key)
+                if (found := kept.get(key)) is not None:
+                    kept.move_to_end(key)
+                    return found
+                kept[key] = make(*key)
+                total += cost(kept[key])
                 while total > limit and len(kept) > 1:
                     total -= cost(kept.popitem(last=False)[1])
                 return kept[key]

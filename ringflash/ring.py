@@ -76,15 +76,16 @@ def ring_forward(
 ) -> Partial:
     """Attention of this rank's queries over the whole sequence: `out (b, s, h, d_v)` in q's dtype, `lse (b, h, s)`."""
     groups = comm.grouped(plan, k, v)
+    b, s, h, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     total = Partial(
-        out=q.new_empty(*q.shape[:3], v.shape[3], dtype=q.dtype if len(groups) == 1 else wide),
-        lse=q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide),
+        out=q.new_empty((b, s, h, v.shape[3]), dtype=q.dtype if len(groups) == 1 else wide),
+        lse=q.new_empty((b, h, s), dtype=wide),
     )
     for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
         assert visit is not None
         backend.forward(q, k_here, v_here, visit, scoring, into=total, first=index == 0)
-    return Partial(total.out.to(q.dtype), total.lse)
+    return total if len(groups) == 1 else Partial(total.out.to(q.dtype), total.lse)
 
 
 def ring_backward(
