@@ -24,6 +24,7 @@ import accuracy
 import bench_masks
 import check_local
 import check_ring
+import hbm_bytes
 import profile_ring
 import report
 import stress_ring
@@ -643,3 +644,27 @@ def test_every_candidate_is_timed_in_every_round_inside_its_context():
     assert len(text) == 2 * 5  # one call to learn how long it takes, then one a round
     assert all(sorted(text[i : i + 2]) == ["B", "a"] for i in range(0, 10, 2))
     assert {text[i : i + 2] for i in range(2, 10, 2)} == {"aB", "Ba"}  # in an order that changes
+
+
+def test_hbm_bytes_adds_up_what_kernels_move_and_knows_what_must():
+    metrics = 'dram__bytes_read.sum","byte","1,000"', 'dram__bytes_write.sum","byte","20"'
+    lines = [f'"{i}","kernel","{metric}' for i in range(2) for metric in metrics]
+    text = "\n".join(["==PROF== noise", '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"', *lines])
+    assert hbm_bytes.add_up(text) == {"read": 2000.0, "written": 40.0}
+    with pytest.raises(SystemExit, match="counted nothing"):
+        hbm_bytes.add_up("==ERROR== no permission")
+    shape = Shape(1, 4, 2, 64, 16)
+    queries, keys, scores = 4 * 64 * 16, 2 * 64 * 16, 4 * 64 * 64
+    assert hbm_bytes.least_bytes("ringflash", "forward", shape, 2) == (2 * queries + 2 * keys) * 2
+    assert hbm_bytes.least_bytes("dense", "forward", shape, 2) == (2 * queries + 2 * keys + 4 * scores) * 2
+    assert hbm_bytes.least_bytes("ring visit", "forward", shape, 2) == (queries + 2 * keys) * 2 + 8 * queries
+
+
+def test_what_hbm_bytes_runs_is_attention():
+    inputs = make_inputs(Shape(1, 2, 2, 40, 16), torch.float32, CPU)
+    expected = hbm_bytes.CASES["ringflash"](inputs)
+    passes = hbm_bytes.CASES["dense"](inputs)
+    results = ([run["forward"](), *run["backward"]()] for run in (passes, expected))
+    assert all(torch.allclose(got, want, atol=1e-5) for got, want in zip(*results, strict=True))
+    for run in hbm_bytes.CASES["ring visit"](inputs).values():
+        run()
