@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.cuda import profiler
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peers import DTYPES, Inputs, Shape, make_inputs
@@ -44,8 +45,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def flash_attention_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 Passes = dict[str, Callable[[], Any]]
@@ -104,10 +106,10 @@ def run_once(case: str, pass_name: str, shape: Shape, dtype: str) -> None:
     run = CASES[case](make_inputs(shape, DTYPES[dtype], torch.device("cuda")))[pass_name]
     run()
     torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
+    profiler.start()
     run()
     torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+    profiler.stop()
 
 
 def count(case: str, pass_name: str, options: argparse.Namespace) -> dict[str, float]:
