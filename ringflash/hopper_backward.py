@@ -305,7 +305,7 @@ def backward_kernel(
 ):  # fmt: skip
     """One block of keys of one key/value head against the queries that see it."""
     HAS_TABLE: gl.constexpr = seen is not None
-    SLOTS: gl.constexpr = STAGES + 1
+    SLOTS: gl.constexpr = STAGES + 1 if WITH_DQ else 1
     block, kv_head, batch = _find_block(n_blocks, kv_heads, kv_together)
     first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_Q)
     if ADD:
