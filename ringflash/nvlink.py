@@ -8,7 +8,7 @@ Legend: `rank` and every peer are ranks within the group; buffers are flat; size
 
 Note [One barrier before, one after]. A pass publishes this rank's K and V once. Before it overwrites its buffer, a
 barrier on the stream of the pulls says that every rank has finished the pulls of the pass before; after it, a second
-barrier says that every buffer is filled. Both run beside the visit to this rank's own shard.
+barrier says that every buffer is filled. Both run beside the first visit, where that waits for nobody's shard.
 
 Note [Signals return to zero]. A signal is a word that its sender raises when it is down and its receiver lowers when
 it is up; barriers are made of them. No pass leaves one up and no pass counts, so a captured CUDA graph may be replayed,

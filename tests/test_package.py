@@ -45,7 +45,7 @@ ARROWS = {
     "gluon_compat": set(),
     "launch": {"plan"},
     "reference": {"merge", "plan", "layout", "mask", "score"},
-    "comm": {"nvlink", "plan", "span"},
+    "comm": {"merge", "nvlink", "plan", "span"},
     "nvlink": set(),
     "span": set(),
     "plan": {"layout", "mask"},
