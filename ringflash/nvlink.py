@@ -203,7 +203,8 @@ class _Link:
                 self.retired.append(old)
             self.buffers.pop(name, None)
             del old  # its memory is free before more is asked for
-            self.buffers[name] = _Symmetric(-(-nbytes // _GRANULARITY) * _GRANULARITY, group, self.device)
+            with torch.inference_mode(False):  # what is made in that mode can be written to in that mode alone
+                self.buffers[name] = _Symmetric(-(-nbytes // _GRANULARITY) * _GRANULARITY, group, self.device)
         self.buffers[name].captured |= capturing
         return self.buffers[name]
 
