@@ -198,8 +198,8 @@ class _Staged:
 
     def __init__(self, gloo: GlooTransport, send: Tensor, receive: Tensor, to: int, source: int, tag: int):
         self.gloo, self.receive, self.peers = gloo, receive, (to, source, tag)
-        self.host_send = torch.empty(send.shape, dtype=send.dtype, pin_memory=True)
-        self.host_receive = torch.empty(receive.shape, dtype=receive.dtype, pin_memory=True)
+        self.host_send = torch.empty(send.shape, dtype=send.dtype, device="cpu", pin_memory=True)
+        self.host_receive = torch.empty(receive.shape, dtype=receive.dtype, device="cpu", pin_memory=True)
         self.host_send.copy_(send, non_blocking=True)
         self.copied = torch.cuda.Event()
         self.copied.record()

@@ -310,7 +310,7 @@ def _schedule(
     lengths = [length for together in heads for length in tiles for _ in range(together)] * n_batches
     shares = share_out(lengths, programs)
     rows = [list(map(len, shares)), *zip_longest(*shares, fillvalue=-1)]
-    return to_device(torch.tensor(rows, dtype=torch.int32), device)
+    return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
 
 
 def heads_together(n_heads: int, kv_heads: int, head_bytes: int) -> int:

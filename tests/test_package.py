@@ -180,6 +180,20 @@ def test_design_has_no_import_cycle():
         remaining = {name: targets for name, targets in remaining.items() if name not in free}
 
 
+def test_new_tensors_name_their_device():
+    """Under `torch.set_default_device` they would lie elsewhere else."""
+    makers = {"arange", "tensor", "as_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "randint", "eye"}
+    unnamed = [
+        f"{name}.py:{call.lineno}"
+        for name in MODULES
+        for call in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in makers
+        if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
+        if all(keyword.arg != "device" for keyword in call.keywords)
+    ]
+    assert unnamed == []
+
+
 def test_only_the_kernels_import_triton():
     modules_by_user = {name: imported_modules(PACKAGE / f"{name}.py") for name in MODULES}
     users = {name for name, modules in modules_by_user.items() if any(m.split(".")[0] == "triton" for m in modules)}
