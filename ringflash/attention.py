@@ -199,7 +199,7 @@ def ring_attention(
             ends the process, unless told otherwise.
 
     "nvlink" keeps two buffers in a group and device, which grow to the largest call: k and v of a rank once, in their
-    dtype, and dk and dv of a rank one and a half times, in fp32 (twice, where that is less than 64 MiB).
+    dtype, and dk and dv of a rank one and a half times, in fp32 (twice, where dk and dv are less than 64 MiB).
     `release_buffers` gives them back. During a forward pass, shards of several ranks that are attended to at once take
     up to 256 MiB, twice; a larger shard is attended to alone.
 

@@ -28,7 +28,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple, Protocol
@@ -102,7 +102,8 @@ class _Works:
         self.group, self.works = group, works
 
     def wait(self) -> None:
-        for work, what in self.works:
+        works, self.works = self.works, []  # gloo's can be waited for once
+        for work, what in works:
             with _named(self.group, what):
                 if work is not None:
                     work.wait()
@@ -129,6 +130,18 @@ class _Messages(Transport):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
+        self.under_way: list[_Works] = []
+
+    def started(self, works: list[tuple[dist.Work | None, str]]) -> _Works:
+        self.under_way = [*(x for x in self.under_way if x.works), _Works(self.group, works)]
+        return self.under_way[-1]
+
+    def settle(self) -> None:
+        """After an error: wait for what is under way. A group of gloo is lost if that is given up, even where every
+        rank meets the same error, runs out of memory for one, and would go on."""
+        with suppress(RuntimeError):  # a peer is gone: what happened first says more
+            for works in self.under_way:
+                works.wait()
 
     @contextmanager
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
@@ -143,6 +156,9 @@ class _Messages(Transport):
             with passing.beside(), span("rest of K and V"):
                 while passing.step < plan.hops:  # the others have yet to see what is here
                     passing.go_on()
+        except BaseException:  # GeneratorExit where it was a visit that failed
+            self.settle()
+            raise
         finally:
             passing.join()
 
@@ -174,7 +190,7 @@ class GlooTransport(_Messages):
         if send.numel():
             with _named(self.group, sending):
                 works.append((dist.isend(send, group=self.group, group_dst=to, tag=tag), sending))
-        return _Works(self.group, works)
+        return self.started(works)
 
 
 class _Staged:
@@ -182,8 +198,8 @@ class _Staged:
 
     def __init__(self, gloo: GlooTransport, send: Tensor, receive: Tensor, to: int, source: int, tag: int):
         self.gloo, self.receive, self.peers = gloo, receive, (to, source, tag)
-        self.host_send = torch.empty(send.shape, dtype=send.dtype, pin_memory=True)
-        self.host_receive = torch.empty(receive.shape, dtype=receive.dtype, pin_memory=True)
+        self.host_send = torch.empty(send.shape, dtype=send.dtype, device="cpu", pin_memory=True)
+        self.host_receive = torch.empty(receive.shape, dtype=receive.dtype, device="cpu", pin_memory=True)
         self.host_send.copy_(send, non_blocking=True)
         self.copied = torch.cuda.Event()
         self.copied.record()
@@ -204,7 +220,7 @@ class NcclTransport(_Messages):
         if receive.numel():
             operations.append(dist.P2POp(dist.irecv, receive, group=self.group, group_peer=source))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(self.group, [(work, f"exchange with ranks {to} and {source}") for work in works])
+        return self.started([(work, f"exchange with ranks {to} and {source}") for work in works])
 
 
 def check_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -433,6 +449,7 @@ class NvlinkTransport(CopyEngine):
             yield fetch
         except BaseException:
             is_waited_for = False
+            self.finish()  # nor may the next pass write to sums that are under way
             raise
         finally:  # what is freed now was allocated on the current stream: it must not be read or written to later
             if not is_waited_for:

@@ -53,7 +53,7 @@ from .plan import TABLE_BYTES, Visit, keep_by_bytes
 LOG2E = math.log2(math.e)
 NEG_INF = tl.constexpr(float("-inf"))
 ROWS = 64  # of queries in a warpgroup, forward
-SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_share`, measured in docs/hopper_kernel.md
+SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_share`
 MANY_PIECES = 12
 MOST_SCHEDULED = 2**16  # pieces: the host takes 1 us for each, once
 PIECE_COST = 1.5  # what a piece of work takes beside its tiles, in tiles
@@ -310,7 +310,7 @@ def _schedule(
     lengths = [length for together in heads for length in tiles for _ in range(together)] * n_batches
     shares = share_out(lengths, programs)
     rows = [list(map(len, shares)), *zip_longest(*shares, fillvalue=-1)]
-    return to_device(torch.tensor(rows, dtype=torch.int32), device)
+    return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
 
 
 def heads_together(n_heads: int, kv_heads: int, head_bytes: int) -> int:

@@ -143,7 +143,7 @@ def tma_strides(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
 
 @lru_cache(maxsize=256)
 def ranges_of(visit: Visit, blocks: Literal["queries", "keys"], block: int, device: torch.device) -> Tensor:
-    """What each block of queries or keys sees of the other side: int32 `(blocks, 4)`, see `plan.block_ranges`."""
+    """What each block of queries or keys sees of the other side: int32 `(blocks, 4)`, see `plan.key_ranges`."""
     return to_device(visit.key_ranges(block) if blocks == "queries" else visit.query_ranges(block), device)
 
 

@@ -136,7 +136,7 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
     and work is as equal as blocks are small. They are halved until the busiest rank is within BALANCED of the mean:
     large blocks keep documents together, and make few runs. What is left at the end is cut evenly beforehand.
     """
-    position = torch.arange(seq_len)
+    position = torch.arange(seq_len, device="cpu")
     seen = torch.cat([position.new_zeros(1), count_seen(mask, position, seq_len).cumsum(0)])
     rows = seq_len // world_size
     most = max(rows // WHOLE, min(rows, FEW))  # blocks of a rank
@@ -148,7 +148,7 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
         ends = [_split(seq_len - tail, world_size, rank) for rank in range(world_size)]
         ends = [Run(tail + run.start, 1, run.length) for run in ends]
         load = torch.stack([seen[run.start + run.length] - seen[run.start] for run in ends])
-        weight = seen[torch.arange(world_size * blocks + 1) * size].diff()
+        weight = seen[torch.arange(world_size * blocks + 1, device="cpu") * size].diff()
         owners = torch.empty_like(weight)
         for turn in weight.argsort(descending=True, stable=True).split(world_size):
             least_first = load.argsort(stable=True)
@@ -178,7 +178,7 @@ def cut_runs(runs: Runs, begin: int, end: int) -> Runs:
     return tuple(cut)
 
 
-def runs_to_positions(runs: Runs, device: torch.device | str | None = None) -> Tensor:
+def runs_to_positions(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
     """Global positions in row order: int64 `(rows,)`, strictly ascending."""
     parts = [torch.arange(r.start, r.start + r.step * r.length, r.step, device=device) for r in runs]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
@@ -187,7 +187,7 @@ def runs_to_positions(runs: Runs, device: torch.device | str | None = None) -> T
 @lru_cache(maxsize=256)
 def _columns(runs: Runs) -> Tensor:
     """start, step, length and first row of each run: int64 `(4, runs)`."""
-    start, step, length = torch.tensor(runs, dtype=torch.int64).reshape(len(runs), 3).T
+    start, step, length = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(len(runs), 3).T
     return torch.stack([start, step, length, length.cumsum(0) - length])
 
 

@@ -148,9 +148,10 @@ class Mask:
     def _bounds(self) -> Tensor:
         """Of each document: start, end of its prefix, end. int64 `(3, documents)`."""
         if self.cu_seqlens is None:
-            return torch.tensor([[0], [0 if self.prefix is None else self.prefix[0]], [FAR]])
-        start, end = torch.tensor(self.cu_seqlens[:-1]), torch.tensor(self.cu_seqlens[1:])
-        return torch.stack([start, start if self.prefix is None else start + torch.tensor(self.prefix), end])
+            return torch.tensor([[0], [0 if self.prefix is None else self.prefix[0]], [FAR]], device="cpu")
+        start, end = torch.tensor([self.cu_seqlens[:-1], self.cu_seqlens[1:]], dtype=torch.int64, device="cpu")
+        prefix = 0 if self.prefix is None else torch.tensor(self.prefix, device="cpu")
+        return torch.stack([start, start + prefix, end])
 
     def _document(self, position: Tensor) -> Tensor:
         """Which document each position belongs to, the last for positions past the end."""
@@ -215,7 +216,7 @@ def area(mask: Mask, query_len: int, key_len: int) -> int:
 
     `area(Mask(causal=True), 4, 4) -> 10`; the benchmarks count FLOPs from it.
     """
-    return int(count_seen(mask, torch.arange(query_len) + (key_len - query_len), key_len).sum())
+    return int(count_seen(mask, torch.arange(query_len, device="cpu") + (key_len - query_len), key_len).sum())
 
 
 # How a mask travels through an operator: by value, as `mask.numbers` and `mask.documents` -----------------------------
@@ -235,7 +236,7 @@ def _documents(mask: Mask) -> Tensor | None:
         return None
     prefix = (*(mask.prefix or (0,) * (len(mask.cu_seqlens) - 1)), 0)
     rows = [mask.cu_seqlens, prefix, mask.cu_seqlens_q or ()]
-    return torch.tensor(rows[: 3 if mask.cu_seqlens_q else 2 if mask.prefix else 1])
+    return torch.tensor(rows[: 3 if mask.cu_seqlens_q else 2 if mask.prefix else 1], device="cpu")
 
 
 def decode(numbers: Sequence[int], documents: Tensor | None, longest: int = FAR) -> Mask:

@@ -8,7 +8,7 @@ Legend: `rank` and every peer are ranks within the group; buffers are flat; size
 
 Note [One barrier before, one after]. A pass publishes this rank's K and V once. Before it overwrites its buffer, a
 barrier on the stream of the pulls says that every rank has finished the pulls of the pass before; after it, a second
-barrier says that every buffer is filled. Both run beside the visit to this rank's own shard.
+barrier says that every buffer is filled. Both run beside the first visit, where that waits for nobody's shard.
 
 Note [Signals return to zero]. A signal is a word that its sender raises when it is down and its receiver lowers when
 it is up; barriers are made of them. No pass leaves one up and no pass counts, so a captured CUDA graph may be replayed,
@@ -203,7 +203,8 @@ class _Link:
                 self.retired.append(old)
             self.buffers.pop(name, None)
             del old  # its memory is free before more is asked for
-            self.buffers[name] = _Symmetric(-(-nbytes // _GRANULARITY) * _GRANULARITY, group, self.device)
+            with torch.inference_mode(False):  # what is made in that mode can be written to in that mode alone
+                self.buffers[name] = _Symmetric(-(-nbytes // _GRANULARITY) * _GRANULARITY, group, self.device)
         self.buffers[name].captured |= capturing
         return self.buffers[name]
 

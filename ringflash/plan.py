@@ -292,7 +292,7 @@ def key_ranges(visit: Visit, block: int) -> Tensor:
     Example: 4 causal queries on 4 keys in blocks of 2 -> `[[0, 0, 1, 2], [0, 0, 3, 4]]`.
     """
     n_q = count_rows(visit.queries)
-    lowest_row = torch.arange(0, n_q, block)
+    lowest_row = torch.arange(0, n_q, block, device="cpu")
     begin, lowest_end = _seen_from(visit, positions_of(visit.queries, lowest_row))
     highest_begin, end = _seen_from(visit, positions_of(visit.queries, (lowest_row + block).clamp(max=n_q) - 1))
     return _ordered(begin, highest_begin, lowest_end, end)
@@ -307,7 +307,7 @@ def query_ranges(visit: Visit, block: int) -> Tensor:
     """
     n_k = count_rows(visit.keys)
     first, last = row_ranges(visit)
-    lowest_row = torch.arange(0, n_k, block, dtype=torch.int32)
+    lowest_row = torch.arange(0, n_k, block, dtype=torch.int32, device="cpu")
     highest_row = (lowest_row + block).clamp(max=n_k) - 1
     return _ordered(
         begin=torch.searchsorted(last, lowest_row, right=True),
@@ -387,12 +387,12 @@ def _sees_any(visit: Visit) -> bool:
     """Does any query see any key? Rows far apart are asked first, then those between two that leave it open."""
     n_q = count_rows(visit.queries)
     stride = max(math.isqrt(n_q), 1)
-    rows = torch.arange(0, n_q, stride)
+    rows = torch.arange(0, n_q, stride, device="cpu")
     begin, end = _seen_from(visit, positions_of(visit.queries, rows))
     if (end > begin).any():
         return True
     next_rows = (rows + stride).clamp(max=n_q - 1)
     _, end_of_next = _seen_from(visit, positions_of(visit.queries, next_rows))
-    between = (rows[end_of_next > begin, None] + torch.arange(stride + 1)).clamp(max=n_q - 1).flatten()
+    between = (rows[end_of_next > begin, None] + torch.arange(stride + 1, device="cpu")).clamp(max=n_q - 1).flatten()
     begin, end = _seen_from(visit, positions_of(visit.queries, between))
     return bool((end > begin).any())

@@ -68,7 +68,7 @@ def random_inputs(
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype).to(device)
 
     return Inputs(
         q=normal(batch, seq_len, heads, head_dim),

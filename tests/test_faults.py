@@ -23,9 +23,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import FP32_BOUND, Attention, dense, small_blocks, world
+from test_nvlink import nvlink_on_cpus
 
 import stress_ring
-from ringflash import comm, ops, ring_attention, shard
+from ringflash import comm, ops, release_buffers, ring_attention, shard
 from ringflash.testing import WorkerError, Workers, random_inputs, relative_error
 from world import World
 
@@ -154,6 +155,36 @@ def test_when_a_rank_is_lost_the_others_say_why_within_the_timeout_and_go_on_wit
         assert seconds < TIMEOUT + comm.ABSENT_SECONDS + 1.0
         assert fate != "dies" or f"rank {LOST} failed" in words or rank == 3, words  # its neighbours name it
         assert later_error <= FP32_BOUND
+
+
+def fail_everywhere() -> list[float]:
+    """Errors of rings, each after one that no rank got through: the same visit raised on all of them."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    errors = []
+    for halved, function, visit in itertools.product((0, 2**40), ("forward", "backward"), (1, 3)):
+        with mock.patch.object(comm, "HALVED_BYTES", halved), mock.patch.object(comm, "FIRST_BYTES", 0):
+            with happening(function, visit, fail), pytest.raises(MemoryError):
+                ring_error(world())
+            errors.append(ring_error(world()))
+    return errors
+
+
+def fail_everywhere_by_nvlink() -> list[float]:
+    with nvlink_on_cpus():
+        try:
+            return fail_everywhere()
+        finally:
+            release_buffers(world())
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nvlink"])
+def test_after_a_visit_failed_on_every_rank_the_group_can_go_on(workers, transport):
+    """Out of memory, and a smaller batch then."""
+    by_rank = workers(3).run(fail_everywhere if transport == "gloo" else fail_everywhere_by_nvlink)
+    assert max(map(max, by_rank)) <= FP32_BOUND
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

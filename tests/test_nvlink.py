@@ -167,6 +167,21 @@ def test_pulled_shards_give_the_bits_of_shards_that_are_passed_round(workers, wo
     assert workers(world_size).run(all_same_bits, layout) == [[True] * 20] * world_size
 
 
+def trained_after_inference() -> bool:
+    with nvlink_on_cpus():
+        with torch.inference_mode():
+            x = torch.ones(1, 64, 4, 24)  # larger than what comes, which gets its buffer
+            ring_attention(x, x, x, group=world())
+        try:
+            return same_bits(24, "zigzag", batch=1)
+        finally:
+            release_buffers(world())
+
+
+def test_a_group_whose_first_call_was_in_inference_mode_can_train(workers):
+    assert workers(2).run(trained_after_inference) == [True] * 2
+
+
 def differing_random_problems(iterations: int, seed: int) -> list[str]:
     """Which problems come out otherwise under random delays. Also leaves no signal up."""
     order, wrong = random.Random(seed), []

@@ -45,7 +45,7 @@ ARROWS = {
     "gluon_compat": set(),
     "launch": {"plan"},
     "reference": {"merge", "plan", "layout", "mask", "score"},
-    "comm": {"nvlink", "plan", "span"},
+    "comm": {"merge", "nvlink", "plan", "span"},
     "nvlink": set(),
     "span": set(),
     "plan": {"layout", "mask"},
@@ -178,6 +178,20 @@ def test_design_has_no_import_cycle():
         assert free, f"a cycle among {sorted(remaining)}"
         order += free
         remaining = {name: targets for name, targets in remaining.items() if name not in free}
+
+
+def test_new_tensors_name_their_device():
+    """Under `torch.set_default_device` they would lie elsewhere else."""
+    makers = {"arange", "tensor", "as_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "randint", "eye"}
+    unnamed = [
+        f"{name}.py:{call.lineno}"
+        for name in MODULES
+        for call in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in makers
+        if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
+        if all(keyword.arg != "device" for keyword in call.keywords)
+    ]
+    assert unnamed == []
 
 
 def test_only_the_kernels_import_triton():

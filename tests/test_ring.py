@@ -28,7 +28,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ringflash import comm, flash_attention, positions, ring_attention, shard, unshard
+from ringflash import Mask, comm, flash_attention, positions, ring_attention, shard, unshard
 from ringflash.testing import Inputs, Workers, random_inputs, relative_error
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
@@ -453,6 +453,28 @@ def test_results_share_no_memory_and_later_calls_change_none(workers, world_size
 
 
 # Autograd and training --------------------------------------------------------------------------------------------
+
+
+def attend_under_a_default_device(device: str, layout: str) -> bool:
+    """Lengths that no other test has, so that nothing is kept of them; first where the default is not the CPU."""
+    mask = Mask(5, causal=True, cu_seqlens=[0, 30, 57, 83], prefix=[7, 0, 3])
+    by_layout: dict[str, Any] = {"layout": layout, "layout_mask": mask if layout == "balanced" else None}
+    x, slopes = random_inputs(1, 83, 2, 16), torch.ones(2)
+    results = []
+    for default in (device, "cpu"):
+        with torch.device(default), small_blocks():
+            torch.manual_seed(0)
+            leaves = [shard(y, group=world(), **by_layout).requires_grad_() for y in x[:3]]
+            options = {"seq_len": 83, "mask": mask, "alibi_slopes": slopes, "dropout_p": 0.1, **by_layout}
+            out = ring_attention(*leaves, group=world(), **options)
+            grads = torch.autograd.grad(unshard(out, group=world(), seq_len=83, **by_layout), leaves, x.dout)
+            results.append([out, positions(83, group=world(), **by_layout), *grads])
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_the_default_device_does_not_matter(workers, layout):
+    assert workers(2).run(attend_under_a_default_device, "meta", layout) == [True] * 2
 
 
 def attend_checkpointed(whole: Inputs, use_reentrant: bool) -> Attention:
