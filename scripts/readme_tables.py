@@ -129,13 +129,13 @@ def bench_ring(rows: list[Row]) -> str:
         passes = [by_pass[which] for which in ("forward", "forward+backward")]
         return [
             *(f"{shape(row)} {row['dtype']} {row['mask']}", row["ranks"]),
-            row["transport"] if row["implementation"] == "ringflash" else "its own",
+            row["transport"] if row["implementation"].startswith("ringflash") else "its own",
             f"{row['implementation']}, {row['layout']}",
             cell([float(r["median_ms"]) for r in passes], 2),
             cell([float(r["tflops_per_gpu"]) for r in passes], 0),
             row["fastest_one_gpu"] or "-",
             *("-" if not row["speedup"] else cell([float(r[n]) for r in passes], 2) for n in ("speedup", "efficiency")),
-            cell([float(row["peak_mib_above_inputs"])], 0),
+            cell([float(row["peak_mib_above_inputs"])], 0) if row["peak_mib_above_inputs"] else "-",
         ]
 
     header = [
@@ -181,7 +181,7 @@ def ring_efficiency(rows: list[Row], emulated: list[Row]) -> str:
         return row | {"transport": "kernels alone", "efficiency": str(efficiency)}
 
     def label(row: Row) -> str:
-        how = [row["transport"]] if row["implementation"] == "ringflash" else []
+        how = [row["transport"]] if row["implementation"].startswith("ringflash") else []
         return ", ".join([row["implementation"], row["layout"], *how])
 
     rings = [row for row in rows if row["implementation"] == "ringflash"]
