@@ -317,7 +317,7 @@ def _check_scoring(
         raise ValueError("alibi_slopes must not require a gradient: there is none of them")
     if softcap is not None:
         softcap = _check_positive("softcap", softcap)
-    if not isinstance(dropout_p, (float, Real)) or not 0 <= dropout_p < 1:
+    if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     factor: float = q.shape[3] ** -0.5 if scale is None else _check_positive("scale", scale)
     seed = torch.randint(2**62, (1,), device="cpu") if dropout_p else None
