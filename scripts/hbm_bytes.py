@@ -5,8 +5,8 @@
 
 Four things, forward and backward, under the full mask: dense attention in PyTorch's operators, which writes its scores
 to memory; PyTorch's FlashAttention-2; `flash_attention`; and one visit of a ring, which merges with (adds to) what the
-visits before it left in fp32. Each runs once before it is counted. Prints a table, and appends rows to
-results/hbm_bytes.csv.
+visits before it left in fp32. Each runs once before it is counted; ncu starts one process for all. Prints a table, and
+appends rows to results/hbm_bytes.csv.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from ringflash.plan import plan_one
 from ringflash.score import Scoring
 
 COUNTERS = {"read": "dram__bytes_read.sum", "written": "dram__bytes_write.sum"}
+WAITING = "spin_kernel"  # what `torch.cuda._sleep` launches: it closes a pass
 PASSES = ("forward", "backward")
 FORMULA = "at least: every input once and every result once; dense: also every N x N matrix that an operator hands on"
 
@@ -101,67 +103,74 @@ def least_bytes(case: str, pass_name: str, shape: Shape, itemsize: int) -> int:
     return tensors * itemsize + matrices
 
 
-def run_once(case: str, pass_name: str, shape: Shape, dtype: str) -> None:
-    """Under ncu: between `start` and `stop` its counters count."""
-    run = CASES[case](make_inputs(shape, DTYPES[dtype], torch.device("cuda")))[pass_name]
-    run()
-    torch.cuda.synchronize()
-    profiler.start()
-    run()
-    torch.cuda.synchronize()
-    profiler.stop()
+def run_all(shape: Shape, dtype: str) -> None:
+    """Under ncu: every case's passes in turn, each counted at its second run and closed by a kernel that only waits."""
+    for case, pass_name in product(CASES, PASSES):
+        run = CASES[case](make_inputs(shape, DTYPES[dtype], torch.device("cuda")))[pass_name]
+        run()
+        torch.cuda.synchronize()
+        profiler.start()
+        run()
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        profiler.stop()
+        print(f"ran {case} {pass_name}", file=sys.stderr, flush=True)
 
 
-def count(case: str, pass_name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Bytes read and written by all kernels of a pass."""
+def count(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Bytes read and written by all kernels of a pass, of every pass in the order of `run_all`."""
     tool = shutil.which("ncu")
     if tool is None:
         raise SystemExit("ncu is not there: it comes with CUDA's toolkit")
     ncu = [tool, "--csv", "--profile-from-start", "off", "--clock-control", "none", "--print-units", "base"]
     ncu += ["--metrics", ",".join(COUNTERS.values())]
-    again = [sys.executable, str(Path(__file__)), "--once", case, pass_name]
+    again = [sys.executable, str(Path(__file__)), "--once"]
     again += ["--shape", ",".join(map(str, options.shape)), "--dtype", options.dtype]
-    done = subprocess.run([*ncu, *again], capture_output=True, text=True, check=False)
-    return add_up(done.stdout)
+    return add_up(subprocess.run([*ncu, *again], stdout=subprocess.PIPE, text=True, check=False).stdout)
 
 
-def add_up(text: str) -> dict[str, float]:
-    """The counters of all kernels in what ncu prints. Raises `SystemExit` where there are none."""
+def add_up(text: str) -> list[dict[str, float]]:
+    """The counters of all kernels of each pass in what ncu prints: a pass ends with a kernel that waits.
+
+    Raises `SystemExit` where passes are missing."""
     table = [line for line in text.splitlines() if line.startswith('"')]
-    totals = dict.fromkeys(COUNTERS, 0.0)
-    rows = list(csv.DictReader(io.StringIO("\n".join(table))))
-    if not rows:
-        raise SystemExit(f"ncu counted nothing:\n{text[-2000:]}")
-    for row in rows:
+    passes, totals = [], dict.fromkeys(COUNTERS, 0.0)
+    last = ""
+    for row in csv.DictReader(io.StringIO("\n".join(table))):
+        if WAITING in row["Kernel Name"]:
+            if row["ID"] != last:
+                passes.append(totals)
+                totals = dict.fromkeys(COUNTERS, 0.0)
+            last = row["ID"]
+            continue
         for name, counter in COUNTERS.items():
             if row["Metric Name"] == counter:
                 totals[name] += float(row["Metric Value"].replace(",", ""))
-    return totals
+    if len(passes) != len(CASES) * len(PASSES) or not all(total["read"] > 0 for total in passes):
+        raise SystemExit(f"ncu counted {len(passes)} of {len(CASES) * len(PASSES)} passes:\n{text[-2000:]}")
+    return passes
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Shape.parse, metavar="b,h,g,s,d", default=Shape(1, 16, 16, 8192, 128))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--once", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     add_output_arguments(parser, "hbm_bytes")
     options = parser.parse_args()
     if options.once:
-        case, pass_name = options.once
-        run_once(case, pass_name, options.shape, options.dtype)
+        run_all(options.shape, options.dtype)
         return
     origin = environment(torch.device("cuda"))
     rows: list[Row] = []
-    for case in CASES:
-        for pass_name in PASSES:
-            moved = count(case, pass_name, options)
-            least = least_bytes(case, pass_name, options.shape, DTYPES[options.dtype].itemsize)
-            rows.append(
-                {"implementation": case, **options.shape._asdict(), "dtype": options.dtype, "mask": "full"}
-                | {"pass": pass_name, "formula": FORMULA}
-                | {f"{name}_mb": significant(nbytes / 1e6) for name, nbytes in moved.items()}
-                | {"at_least_mb": significant(least / 1e6)}
-            )
+    for (case, pass_name), moved in zip(product(CASES, PASSES), count(options), strict=True):
+        least = least_bytes(case, pass_name, options.shape, DTYPES[options.dtype].itemsize)
+        rows.append(
+            {"implementation": case, **options.shape._asdict(), "dtype": options.dtype, "mask": "full"}
+            | {"pass": pass_name, "formula": FORMULA}
+            | {f"{name}_mb": significant(nbytes / 1e6) for name, nbytes in moved.items()}
+            | {"at_least_mb": significant(least / 1e6)}
+        )
     print(*origin.values(), sep=" | ")
     header = ["implementation", "pass", "read_mb", "written_mb", "at_least_mb"]
     print(format_table(header, [[str(row[name]) for name in header] for row in rows]))

@@ -648,10 +648,14 @@ def test_every_candidate_is_timed_in_every_round_inside_its_context():
 
 def test_hbm_bytes_adds_up_what_kernels_move_and_knows_what_must():
     metrics = 'dram__bytes_read.sum","byte","1,000"', 'dram__bytes_write.sum","byte","20"'
-    lines = [f'"{i}","kernel","{metric}' for i in range(2) for metric in metrics]
-    text = "\n".join(["==PROF== noise", '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"', *lines])
-    assert hbm_bytes.add_up(text) == {"read": 2000.0, "written": 40.0}
-    with pytest.raises(SystemExit, match="counted nothing"):
+    kernels = ["attend", "attend", "at::spin_kernel(long)"] * 7 + ["attend", "at::spin_kernel(long)"]
+    lines = [f'"{i}","{kernel}","{metric}' for i, kernel in enumerate(kernels) for metric in metrics]
+    header = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+    text = "\n".join(["==PROF== noise", header, *lines])
+    assert hbm_bytes.add_up(text) == [{"read": 2000.0, "written": 40.0}] * 7 + [{"read": 1000.0, "written": 20.0}]
+    with pytest.raises(SystemExit, match="counted 7 of 8 passes"):
+        hbm_bytes.add_up("\n".join([header, *lines[:-2]]))
+    with pytest.raises(SystemExit, match="counted 0 of 8 passes"):
         hbm_bytes.add_up("==ERROR== no permission")
     shape = Shape(1, 4, 2, 64, 16)
     queries, keys, scores = 4 * 64 * 16, 2 * 64 * 16, 4 * 64 * 64
