@@ -265,12 +265,13 @@ def part_rows(rows: int, part: int, parts: int) -> slice:
 
 
 @lru_cache(maxsize=256)
-def split_visits(plan: Plan, parts: int) -> tuple[Group, ...]:
-    """Every step of a plan as `parts` visits, each about one part of the source's rows, and the rank's own shard last:
-    steps 1, ..., hops, 0. Those of step 0 are always visits.
+def split_visits(plan: Plan, parts: int, own_parts: int) -> tuple[Group, ...]:
+    """Every step of a plan as `parts` visits, each about one part of the source's rows, and the rank's own shard last,
+    as `own_parts` of them: steps 1, ..., hops, 0. Those of step 0 are always visits.
     """
     groups = []
-    for step, part in product((*range(1, plan.hops + 1), 0), range(parts)):
+    others = product(range(1, plan.hops + 1), range(parts), (parts,))
+    for step, part, parts in (*others, *product((0,), range(own_parts), (own_parts,))):
         visit, needed = plan.visits[step], plan.needed[step]
         cut = part_rows(plan.rows[plan.source(step)], part, parts)
         begin, end = max(cut.start, needed.start), min(cut.stop, needed.stop)

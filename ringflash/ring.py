@@ -107,10 +107,10 @@ def ring_backward(
         dlse = dlse.masked_fill(result.lse == NEG_INF, 0.0)
     state = backend.start_backward(q, result, dout, dlse, scoring, sums)
     dsinks = None if scoring.sinks is None else sinks_gradient(result.lse, state.delta, scoring.sinks)
-    groups = comm.halved(plan, k, v, sums)
-    gradients = comm.Gradients(plan, groups, k, v, sums, transport)
+    halves = comm.halved(plan, k, v, sums)
+    gradients = comm.Gradients(plan, halves, k, v, sums, transport)
     first = True
-    for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
+    for index, visit, k_here, v_here in comm.visits(plan, halves.groups, k, v, transport):
         gradients.arrive(index)
         if visit is None:
             gradients.take()

@@ -124,12 +124,11 @@ class Rank:
 
     @property
     def backward_groups(self) -> tuple[Group, ...]:
-        return comm.halved(self.plan, self.inputs.k, self.inputs.v, _sums(self.inputs))
+        return self.halves.groups
 
     @property
-    def parts(self) -> int:
-        """How many visits backward a shard takes."""
-        return len(self.backward_groups) // (self.plan.hops + 1)
+    def halves(self) -> comm.Halves:
+        return comm.halved(self.plan, self.inputs.k, self.inputs.v, _sums(self.inputs))
 
     def visits_of(self, pass_name: str) -> int:
         visits = [group.visit for group in self.forward_groups]
@@ -140,7 +139,8 @@ class Rank:
     def arriving(self) -> tuple[list[Arriving], list[Arriving]]:
         """What arrives before the first visit and during each, forward and backward."""
         k, v = self.inputs.k, self.inputs.v
-        plan, parts, row = self.plan, self.parts, k.shape[0] * (k.shape[2] * k.shape[3] + v.shape[2] * v.shape[3])
+        plan, parts = self.plan, self.halves.parts
+        row = k.shape[0] * (k.shape[2] * k.shape[3] + v.shape[2] * v.shape[3])
         forward, backward = (
             [Arriving(_rows_of_others(group) * row * k.itemsize, 0) for group in groups] + [Arriving(0, 0)]
             for groups in (self.forward_groups, self.backward_groups)
@@ -216,9 +216,10 @@ def transfers(rank: Rank, times: list[VisitTime]) -> list[Row]:
         for index, (shards, sums) in enumerate(arriving, start=-1):
             if index < 0 and not shards:
                 continue
-            late = 0 if rank.parts > 1 else sums
-            exposed = max(shards + sums - late - ms.get(index, 0.0) / 1e3 * LINK, 0.0) + late
             group = groups[index] if index >= 0 else None
+            waits_for_nothing = group is not None and group.last_step == 0 and rank.halves.is_apart
+            late = 0 if rank.halves.parts > 1 or waits_for_nothing else sums
+            exposed = max(shards + sums - late - ms.get(index, 0.0) / 1e3 * LINK, 0.0) + late
             rows.append(
                 {"pass": "backward" if backward else "forward", "visit": index if group else ""}
                 | {"steps": " ".join(map(str, sorted({piece.step for piece in group.pieces}))) if group else "before"}

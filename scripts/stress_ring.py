@@ -78,9 +78,13 @@ class Passes:
     def __init__(self, problem: Problem, world: World, backend: str, transport: str):
         masking = maskings(problem.shape.s)[problem.mask]
         self.how: dict[str, Any] = {"group": world.group, "layout": problem.layout}
-        # some problems go as large ones would: in several launches forward, half by half backward
+        # some problems go as large ones would: in several launches forward, half by half and in place backward
         first = 0 if problem.seed % 2 else comm.FIRST_BYTES
-        self.sizes = first, 0 if problem.seed % 3 else comm.HALVED_BYTES
+        self.sizes = {
+            "FIRST_BYTES": first,
+            "HALVED_BYTES": 0 if problem.seed % 3 else comm.HALVED_BYTES,
+            "APART_BYTES": 0 if problem.seed % 4 < 2 else comm.APART_BYTES,
+        }
         if problem.layout == "balanced":
             self.how["layout_mask"] = masking.mask
         whole = make_inputs(problem.shape, DTYPES[problem.dtype], world.device, problem.seed)
@@ -91,8 +95,7 @@ class Passes:
 
     def __call__(self, between: Callable[[], None]) -> list[Tensor]:
         q, k, v = leaves = [x.detach().requires_grad_() for x in self.inputs[:3]]
-        first, halved = self.sizes
-        with mock.patch.object(comm, "FIRST_BYTES", first), mock.patch.object(comm, "HALVED_BYTES", halved):
+        with mock.patch.dict(vars(comm), self.sizes):
             out, lse = ring_attention(q, k, v, **self.how, return_lse=True)
             between()
             return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, self.inputs.dout)]

@@ -165,7 +165,7 @@ def fail_everywhere() -> list[float]:
 
     errors = []
     for halved, function, visit in itertools.product((0, 2**40), ("forward", "backward"), (1, 3)):
-        with mock.patch.object(comm, "HALVED_BYTES", halved), mock.patch.object(comm, "FIRST_BYTES", 0):
+        with mock.patch.multiple(comm, HALVED_BYTES=halved, APART_BYTES=0, FIRST_BYTES=0):
             with happening(function, visit, fail), pytest.raises(MemoryError):
                 ring_error(world())
             errors.append(ring_error(world()))

@@ -152,9 +152,11 @@ def same_bits(seq_len: int, layout: str, **options: Any) -> bool:
 def all_same_bits(layout: str) -> list[bool]:
     lengths = (37, 48, max(dist.get_world_size() - 1, 1))
     results = []
-    for halved_bytes, seq_len in product((0, comm.HALVED_BYTES), lengths):
+    sizes = (0, 0), (0, comm.APART_BYTES), (comm.HALVED_BYTES, 0)  # all shards in halves, others' alone, none
+    for (halved_bytes, apart_bytes), seq_len in product(sizes, lengths):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "HALVED_BYTES", halved_bytes)
+            patch.setattr(comm, "APART_BYTES", apart_bytes)
             results += [same_bits(seq_len, layout, **mask) for mask in MASKS.values()]
     with nvlink_on_cpus():
         return [*results, release_buffers(world()) > 0, release_buffers(world()) == 0]
@@ -164,7 +166,7 @@ def all_same_bits(layout: str) -> list[bool]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_pulled_shards_give_the_bits_of_shards_that_are_passed_round(workers, world_size, layout):
     """Even and odd lengths, ranks without rows, halves; buffers that are kept, grow, and are given back."""
-    assert workers(world_size).run(all_same_bits, layout) == [[True] * 20] * world_size
+    assert workers(world_size).run(all_same_bits, layout) == [[True] * 29] * world_size
 
 
 def trained_after_inference() -> bool:
@@ -193,6 +195,7 @@ def differing_random_problems(iterations: int, seed: int) -> list[str]:
         }  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "HALVED_BYTES", order.choice([0, comm.HALVED_BYTES]))
+            patch.setattr(comm, "APART_BYTES", order.choice([0, comm.APART_BYTES]))
             patch.setattr(comm, "GROUP_BYTES", order.choice([0, 10_000, comm.GROUP_BYTES]))
             patch.setattr(comm, "FIRST_BYTES", order.choice([0, comm.FIRST_BYTES]))
             expected = attend(**options)
@@ -222,7 +225,7 @@ def overwritten_shards(passes: int) -> list[str]:
         for number in range(passes):
             k = torch.full((1, 8, 2, 16), 100.0 * number + dist.get_rank())
             transport = NvlinkTransport(group, k.device)
-            groups = split_visits(plan, 1)
+            groups = split_visits(plan, 1, 1)
             for index, _, k_here, v_here in comm.visits(plan, groups, k, -k, transport):
                 time.sleep(random.random() * 0.005)
                 step = groups[index].last_step

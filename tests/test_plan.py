@@ -158,7 +158,7 @@ def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(
         if visit is not None
         for key in runs_to_positions(visit.keys).tolist()
     ]
-    for groups in (group_visits(plan, most_rows, first_rows), split_visits(plan, 1), split_visits(plan, 2)):
+    for groups in (group_visits(plan, most_rows, first_rows), split_visits(plan, 1, 1), split_visits(plan, 2, 2)):
         found = []
         for group in groups:
             keys = positions_in(plan, group, shards)
@@ -175,8 +175,9 @@ def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(
     for group in grouped:
         assert group.rows <= most_rows or len({piece.step for piece in group.pieces}) == 1
     own_last = [step for step in (*range(1, plan.hops + 1), 0) for _ in range(2)]
-    assert [group.last_step for group in split_visits(plan, 2)] == own_last
-    for index, group in enumerate(split_visits(plan, 2)):  # a part is about its own rows alone
+    assert [group.last_step for group in split_visits(plan, 2, 2)] == own_last
+    assert split_visits(plan, 2, 1) == (*split_visits(plan, 2, 2)[:-2], split_visits(plan, 1, 1)[-1])
+    for index, group in enumerate(split_visits(plan, 2, 2)):  # a part is about its own rows alone
         cut = part_rows(plan.rows[plan.source(group.last_step)], index % 2, 2)
         assert all(cut.start <= piece.begin <= piece.end <= cut.stop for piece in group.pieces)
 

@@ -128,10 +128,14 @@ def test_heads_and_head_dims_of_known_models_match_dense_attention(workers, mode
     assert_close(actual, dense(problem.inputs(), causal=True), FP32_BOUND)
 
 
-def attend_in_pieces(problems: list[Problem], layout: str, group_bytes: int, **options) -> list[Attention]:
-    """Backward half by half; forward in groups of at most so many bytes."""
+def attend_in_pieces(
+    problems: list[Problem], layout: str, group_bytes: int, apart_bytes: int, **options
+) -> list[Attention]:
+    """Backward half by half, the own shard too where it has more than `apart_bytes` of sums; forward in groups of at
+    most so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "HALVED_BYTES", 0)
+        patch.setattr(comm, "APART_BYTES", apart_bytes)
         patch.setattr(comm, "GROUP_BYTES", group_bytes)
         return attend_to_parts(problems, layout, **options)
 
@@ -142,8 +146,8 @@ def test_halves_and_small_groups_match_dense_attention(workers, world_size, layo
     lengths = sorted({61, 2 * world_size + 1, max(world_size - 1, 1)})  # halves of unequal rows, of one row, of none
     problems = [Problem(2, seq_len, heads=4, kv_heads=2, v_head_dim=24, seed=seq_len) for seq_len in lengths]
     bytes_of_two_shards = 2 * -(-61 // world_size) * 2 * 2 * (16 + 24) * 4
-    for mask, group_bytes in (("full", 0), ("causal", bytes_of_two_shards), ("window", 2**30)):
-        by_rank = workers(world_size).run(attend_in_pieces, problems, layout, group_bytes, **MASKS[mask])
+    for mask, *sizes in (("full", 0, 2**30), ("causal", bytes_of_two_shards, 0), ("window", 2**30, 2**30)):
+        by_rank = workers(world_size).run(attend_in_pieces, problems, layout, *sizes, **MASKS[mask])
         for problem, *parts in zip(problems, *by_rank, strict=True):
             actual = assemble(parts, all_held(layout, problem.seq_len, world_size))
             assert_close(actual, dense_result(problem, mask), FP32_BOUND, (mask, problem))

@@ -410,9 +410,10 @@ def test_bench_ring_emulates_ranks_of_unequal_rows_under_documents(tmp_path):
     assert found == needed
 
 
-@pytest.mark.parametrize("halved", [False, True])
-def test_what_arrives_at_an_emulated_rank_is_what_its_plan_needs_and_the_sums_of_every_hop(monkeypatch, halved):
+@pytest.mark.parametrize(("halved", "apart"), [(False, False), (True, False), (True, True)])
+def test_what_arrives_at_an_emulated_rank_is_what_its_plan_needs_and_the_sums_of_every_hop(monkeypatch, halved, apart):
     monkeypatch.setattr(comm, "HALVED_BYTES", 0 if halved else 2**40)
+    monkeypatch.setattr(comm, "APART_BYTES", 2**40 if apart else 0)
     inputs = make_inputs(Shape(2, 4, 2, 16, 8), torch.bfloat16, CPU)
     row = 2 * 2 * 2 * 8  # elements of k and v in a row of both batches
     for number in range(8):
