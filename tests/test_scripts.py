@@ -22,6 +22,7 @@ from torch import Tensor
 
 import accuracy
 import bench_masks
+import bench_visits
 import check_local
 import check_ring
 import hbm_bytes
@@ -645,6 +646,20 @@ def test_every_candidate_is_timed_in_every_round_inside_its_context():
     assert len(text) == 2 * 5  # one call to learn how long it takes, then one a round
     assert all(sorted(text[i : i + 2]) == ["B", "a"] for i in range(0, 10, 2))
     assert {text[i : i + 2] for i in range(2, 10, 2)} == {"aB", "Ba"}  # in an order that changes
+
+
+def test_visits_are_timed_beside_rectangles_of_the_same_area(tmp_path):
+    visits = bench_visits.visits_of(64)
+    for name in ("square", "zigzag rank 1 step 0", "striped rank 0 step 1"):
+        assert abs(bench_visits.area(visits[name]) - bench_visits.area(visits[f"rectangle of {name}"])) <= 64 // 2
+    assert bench_visits.area(visits["square"]) == 64 * 64
+    assert bench_visits.area(visits["striped rank 0 step 1"]) == 64 * 63 // 2
+    options = "--rows 64 --heads 2,1,16 --backend torch --rounds 1 --round-ms 1 --csv".split()
+    run("bench_visits.py", *options, str(tmp_path / "rows.csv"))
+    rows = read(tmp_path / "rows.csv")
+    assert len(rows) == 4 * 9 and {row["merged"] for row in rows} == {"True", "False"}
+    for row in rows:
+        assert (row["of_rectangle"] != "") == (row["merged"] == "False") and float(row["tflops"]) > 0
 
 
 def test_hbm_bytes_adds_up_what_kernels_move_and_knows_what_must():
