@@ -654,7 +654,7 @@ def test_visits_are_timed_beside_rectangles_of_the_same_area(tmp_path):
         assert abs(bench_visits.area(visits[name]) - bench_visits.area(visits[f"rectangle of {name}"])) <= 64 // 2
     assert bench_visits.area(visits["square"]) == 64 * 64
     assert bench_visits.area(visits["striped rank 0 step 1"]) == 64 * 63 // 2
-    options = "--rows 64 --heads 2,1,16 --backend torch --rounds 1 --round-ms 1 --csv".split()
+    options = ["--rows", "64", "--heads", "2,1,16", "--backend", "torch", "--rounds", "1", "--round-ms", "1", "--csv"]
     run("bench_visits.py", *options, str(tmp_path / "rows.csv"))
     rows = read(tmp_path / "rows.csv")
     assert len(rows) == 4 * 9 and {row["merged"] for row in rows} == {"True", "False"}
