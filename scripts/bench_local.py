@@ -5,8 +5,8 @@
     python scripts/bench_local.py --portable --only ringflash flex         # the kernels that other GPUs get
 
 All implementations take the same inputs and are timed interleaved in one run. Prints TFLOP/s and, last, the speed of
-ringflash relative to each peer; appends the rows to results/bench_local.csv (or bench_local_portable.csv). A peer that can't run here is listed with
-the reason. Runs on a CPU too, to try the program; its figures mean nothing there.
+ringflash relative to each peer; appends the rows to results/bench_local.csv, or to bench_local_portable.csv. A peer
+that can't run here is listed with the reason. Runs on a CPU too, to try the program; its figures mean nothing there.
 """
 
 import argparse
@@ -75,7 +75,9 @@ def main() -> None:
     parser.add_argument("--masks", nargs="+", type=parse_mask, default=["causal", "full"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--only", nargs="+", choices=LOADERS, default=PEERS, help="implementations to time")
-    parser.add_argument("--portable", action="store_true", help="ringflash by its portable kernels, also on Hopper GPUs")
+    parser.add_argument(
+        "--portable", action="store_true", help="ringflash by its portable kernels, also on Hopper GPUs"
+    )
     add_timing_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_output_arguments(parser, "bench_local")
