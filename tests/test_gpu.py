@@ -360,8 +360,8 @@ def test_a_ring_is_no_more_wrong_than_one_rank_with_every_option(
             assert all(ring[name] <= max(RATIO * alone[name], floors[name]) for name in ring), (what, ring, alone)
 
 
-def bits_that_differ(transport: str) -> list[str]:
-    """Problems that come out otherwise than over gloo; growing buffers, several sequences, every mask."""
+def bits_that_differ(transport: str, other: str) -> list[str]:
+    """Problems that come out otherwise than over another transport; growing buffers, several sequences, every mask."""
     join_on_gpu()
     wrong: list[str] = []
     masks: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (100, 0)}]
@@ -374,7 +374,7 @@ def bits_that_differ(transport: str) -> list[str]:
         for options in masks:
             inputs = cuda_inputs(batch, seq_len, 4, 64, kv_heads=2, v_head_dim=96)
             actual = ring_attend(inputs, layout, transport=transport, deterministic=True, **options)
-            expected = ring_attend(inputs, layout, transport="gloo", deterministic=True, **options)
+            expected = ring_attend(inputs, layout, transport=other, deterministic=True, **options)
             if not all(map(torch.equal, actual, expected)):
                 wrong.append(f"{batch} x {seq_len} {layout} {options}")
     return wrong
@@ -382,7 +382,35 @@ def bits_that_differ(transport: str) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_nvlink_gives_the_bits_that_gloo_gives(gpu_workers, world_size):
-    assert gpu_workers(world_size).run(bits_that_differ, "nvlink") == [[]] * world_size
+    assert gpu_workers(world_size).run(bits_that_differ, "nvlink", "gloo") == [[]] * world_size
+
+
+def test_nvlink_gives_the_bits_that_nccl_gives(gpu_workers):
+    assert gpu_workers(2, "nccl").run(bits_that_differ, "nvlink", "nccl") == [[]] * 2
+
+
+def first_operation_of_a_group(transport: str, backend: str) -> bool:
+    """Is what a ring gives in a group that nothing was done in before what it gives in the group of all?"""
+    inputs, group = cuda_inputs(1, 600, 4, 64, kv_heads=2), join_on_gpu()
+    fresh = dist.new_group(backend=backend)
+    how = {"causal": True, "deterministic": True, "transport": transport}
+    shards = [shard(x, group=group) for x in inputs[:4]]
+    results = []
+    for g in (fresh, group):
+        q, k, v = leaves = [x.detach().requires_grad_() for x in shards[:3]]
+        out = ring_attention(q, k, v, group=g, **how)
+        results.append([out, *torch.autograd.grad(out, leaves, shards[3])])
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_attention_may_be_the_first_operation_of_a_fresh_group(gpu_workers, transport):
+    backend = "nccl" if transport == "nccl" else "gloo"
+    assert gpu_workers(2, transport).run(first_operation_of_a_group, transport, backend) == [True] * 2
+
+
+def test_attention_by_nvlink_may_be_the_first_operation_of_a_fresh_group_of_nccl(gpu_workers):
+    assert gpu_workers(2, "nccl").run(first_operation_of_a_group, "nvlink", "nccl") == [True] * 2
 
 
 def ring_step(
