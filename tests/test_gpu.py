@@ -393,6 +393,7 @@ def first_operation_of_a_group(transport: str, backend: str) -> bool:
     """Is what a ring gives in a group that nothing was done in before what it gives in the group of all?"""
     inputs, group = cuda_inputs(1, 600, 4, 64, kv_heads=2), join_on_gpu()
     fresh = dist.new_group(backend=backend)
+    assert isinstance(fresh, dist.ProcessGroup)
     how = {"causal": True, "deterministic": True, "transport": transport}
     shards = [shard(x, group=group) for x in inputs[:4]]
     results = []
