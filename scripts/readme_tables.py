@@ -219,6 +219,38 @@ def accuracy_ring(rows: list[Row]) -> str:
     return table(["b h/g s d", "GPUs", "", *names, "x FA-2's"], map(line, rows)) + "\n\n" + origins(rows)
 
 
+def hbm_bytes(rows: list[Row]) -> str:
+    rows = last_run(rows, "device", "b", "h", "g", "s", "d", "dtype", "mask", "implementation")
+
+    def line(group: list[Row]) -> list[str]:
+        by_pass = {row["pass"]: row for row in group}
+        columns = (
+            [float(by_pass[p][n]) for p in ("forward", "backward")] for n in ("read_mb", "written_mb", "at_least_mb")
+        )
+        row = group[0]
+        return [f"{shape(row)} {row['dtype']} {row['mask']}", row["implementation"], *(cell(x, 0) for x in columns)]
+
+    groups = group_by(rows, "b", "h", "g", "s", "d", "dtype", "mask", "implementation").values()
+    header = ["b h/g s d", "", "read, MB", "written, MB", "read and written at least, MB"]
+    return table(header, map(line, groups)) + "\n\n" + origins(rows)
+
+
+def bench_visits(rows: list[Row]) -> str:
+    rows = last_run(rows, "device", "rows", "h", "g", "d", "dtype")
+
+    def line(group: list[Row]) -> list[str]:
+        found = {(row["pass"], row["merged"]): row for row in group}
+        plain, merged = ([found[p, m] for p in ("forward", "backward")] for m in ("False", "True"))
+        columns = (plain, "tflops", 0), (plain, "of_rectangle", 2), (merged, "of_plain", 2)
+        row = group[0]
+        what = f"{row['rows']} rows, {row['h']}/{row['g']} d{row['d']} {row['dtype']}"
+        return [what, row["visit"], *(cell([float(row[n]) for row in of], digits) for of, n, digits in columns)]
+
+    header = ["", "visit", "TFLOP/s", "of a rectangle's", "merged, of plain"]
+    groups = group_by(rows, "rows", "h", "g", "d", "dtype", "visit").values()
+    return table(header, map(line, groups)) + "\n\n" + origins(rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "check_local": check_local,
     "check_ring": check_ring,
@@ -226,9 +258,11 @@ TABLES: dict[str, Callable[..., str]] = {
     "bench_ring": bench_ring,
     "ring_efficiency": ring_efficiency,
     "accuracy_ring": accuracy_ring,
+    "hbm_bytes": hbm_bytes,
+    "bench_visits": bench_visits,
 }
 SOURCES = {"ring_efficiency": ("bench_ring", "emulate_ring")}  # the CSVs of a table, where it has not its own name
-PLACES = ("README.md", "docs/ring_measured.md")
+PLACES = ("README.md", "docs/ring_measured.md", "docs/hopper_kernel.md")
 
 
 def render(text: str, results: Path) -> str:
