@@ -100,7 +100,7 @@ class Piece(NamedTuple):
     place: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # cached as plans are
 class Group:
     """What is attended to in one launch: the visible rows of a shard, of a half of one, or of several shards.
 

@@ -96,7 +96,7 @@ class NoStream:
     def wait_stream(self, _: "NoStream") -> None:
         pass
 
-    def record_event(self) -> "NoStream":
+    def record_event(self, _: "NoStream | None" = None) -> "NoStream":
         return self
 
     def record(self, _: "NoStream") -> None:
