@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .merge import Sums
-from .nvlink import CopyEngine, Moves, Place, find_obstacle
+from .nvlink import CopyEngine, Flat, Moves, Place, find_obstacle
 from .plan import Group, Plan, Visit, group_visits, part_rows, split_visits
 from .span import span
 
@@ -75,7 +75,7 @@ class Transport(Protocol):
         """Flat tensors of these sizes, where groups land."""
         ...
 
-    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
         """Flat tensors of `size` elements that `exchange` takes; good until `finish`."""
         ...
 
@@ -174,8 +174,8 @@ class _Messages(Transport):
     def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(size, dtype=dtype, device=self.device) for size in sizes]
 
-    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty(size, dtype=dtype, device=self.device) for _ in range(count)]
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
+        return [Flat(torch.empty(size, dtype=dtype, device=self.device)) for _ in range(count)]
 
     def finish(self) -> None:
         pass
@@ -316,16 +316,12 @@ class Shards(NamedTuple):
 
     def both(self, rows: int) -> Tensor:
         """K and V, as they lie."""
-        batches, heads, k_dim, v_dim = self.shape
-        return _rows_of(self.buffer, batches, rows, heads, k_dim + v_dim)
+        return _both_of(self.buffer, self.shape, rows)
 
     def views(self, rows: int) -> tuple[Tensor, Tensor]:
         """K and V."""
         k, v = self.both(rows).split_with_sizes((self.shape.k_dim, self.shape.v_dim), dim=3)
         return k, v
-
-    def fill(self, k: Tensor, v: Tensor) -> None:
-        torch.cat((k, v), dim=3, out=self.both(k.shape[1]))
 
     def message(self, rows: int) -> Tensor:
         """The part of the buffer that these rows fill."""
@@ -335,25 +331,31 @@ class Shards(NamedTuple):
 class Packed(NamedTuple):
     """Sums of dK of some rows and then those of dV in one flat buffer: kernels want what they add to contiguous."""
 
-    buffer: Tensor
+    buffer: Flat
     shape: RowShape
 
-    def views(self, rows: int) -> tuple[Tensor, Tensor]:
-        """dK and dV."""
-        batches, heads, k_dim, v_dim = self.shape
-        dk = _rows_of(self.buffer, batches, rows, heads, k_dim)
-        return dk, _rows_of(self.buffer, batches, rows, heads, v_dim, begin=dk.numel())
+    def views(self, rows: slice, of: int) -> tuple[Tensor, Tensor]:
+        """dK and dV, some rows of this many."""
+        return self.buffer.see(_sums_of, self.shape, rows.start, rows.stop, of)
 
     def message(self, rows: int) -> Tensor:
         """The part of the buffer that these rows fill."""
-        return self.buffer[: self.shape.size(rows)]
+        return self.buffer.part(0, self.shape.size(rows))
 
 
-def _rows_of(buffer: Tensor, batches: int, rows: int, heads: int, dim: int, begin: int = 0) -> Tensor:
-    """`(batches, rows, heads, dim)`, contiguous, from element `begin` of a flat buffer. (To cut it and view what was
-    cut takes the host twice as long.)"""
-    strides = rows * heads * dim, heads * dim, dim, 1
-    return buffer.as_strided((batches, rows, heads, dim), strides, int(buffer.storage_offset()) + begin)
+def _both_of(buffer: Tensor, shape: RowShape, rows: int) -> Tensor:
+    return _rows_of(buffer, shape.batches, rows, shape.heads, shape.k_dim + shape.v_dim)
+
+
+def _sums_of(buffer: Tensor, shape: RowShape, begin: int, end: int, of: int) -> tuple[Tensor, Tensor]:
+    dk = _rows_of(buffer, shape.batches, of, shape.heads, shape.k_dim)
+    dv = _rows_of(buffer[dk.numel() :], shape.batches, of, shape.heads, shape.v_dim)
+    return dk[:, begin:end], dv[:, begin:end]
+
+
+def _rows_of(buffer: Tensor, batches: int, rows: int, heads: int, dim: int) -> Tensor:
+    """`(batches, rows, heads, dim)`, contiguous, at the beginning of a flat buffer."""
+    return buffer.as_strided((batches, rows, heads, dim), (rows * heads * dim, heads * dim, dim, 1))
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -489,8 +491,12 @@ class NvlinkTransport(CopyEngine):
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
         shape = RowShape.of(k, v)
         is_waited_for = False
-        with span("publish K and V"), self.publishing(shape.size(max(plan.rows)), k.dtype) as buffer:
-            Shards(buffer, shape).fill(k, v)
+
+        def fill(mine: Flat) -> None:
+            torch.cat((k, v), dim=3, out=mine.see(_both_of, shape, k.shape[1]))
+
+        with span("publish K and V"):
+            self.publish(shape.size(max(plan.rows)), k.dtype, fill)
 
         def fetch(group: Group, into: Shards | None) -> Pending:
             nonlocal is_waited_for
@@ -523,7 +529,7 @@ class _Passing:
         shape = RowShape.of(k, v)
         size = shape.size(max(plan.rows))
         self.shards = [Shards(k.new_empty(size), shape) for _ in range(2)]  # the one that is here, the next
-        self.shards[0].fill(k, v)
+        torch.cat((k, v), dim=3, out=self.here)
         self.arriving: Pending | None = None
         with self.beside():
             self._start_next()
@@ -656,15 +662,13 @@ class Gradients:
         if self.parts == 1:
             self._wait()
         cut = self._cut(self.plan.source(group.last_step), part)
-        dk, dv = self.buffers[0].views(cut.stop - cut.start)
+        sums, rows = self.buffers[0], cut.stop - cut.start
         begin, end = next(((piece.begin, piece.end) for piece in group.pieces), (cut.start, cut.start))
         fresh = self.index < self.parts
         if fresh and (begin, end) != (cut.start, cut.stop):  # the ranks that follow may see more
-            dk.zero_()
-            dv.zero_()
+            sums.message(rows).zero_()
             fresh = False
-        rows = slice(begin - cut.start, end - cut.start)
-        return Sums(dk[:, rows], dv[:, rows], fresh)
+        return Sums(*sums.views(slice(begin - cut.start, end - cut.start), of=rows), fresh)
 
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
@@ -675,13 +679,14 @@ class Gradients:
         dk, dv = results = [x.new_empty(x.shape) for x in self.like]
         for part in range(self.parts):  # results must not alias the buffers, which the next pass uses
             cut = self._cut(self.plan.rank, part)
-            buffer = self.buffers[part if self.is_apart else part - self.parts + 1]
-            arrived = buffer.views(cut.stop - cut.start)
+            rows, buffer = cut.stop - cut.start, self.buffers[part if self.is_apart else part - self.parts + 1]
+            arrived = buffer.views(slice(0, rows), of=rows)
             for result, theirs, mine in zip(results, arrived, (None, None) if own is None else own[:2], strict=True):
+                into = result if self.parts == 1 else result[:, cut]
                 if mine is None:
-                    result[:, cut].copy_(theirs)
+                    into.copy_(theirs)
                 else:
-                    torch.add(mine[:, cut], theirs, out=result[:, cut])
+                    torch.add(mine if self.parts == 1 else mine[:, cut], theirs, out=into)
         assert self.transport is not None
         self.transport.finish()
         return dk, dv

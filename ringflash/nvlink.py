@@ -22,17 +22,18 @@ call of the largest shapes in the others first.
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # PyTorch's permission for several ranks on one GPU
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _GRANULARITY = 2 << 20  # bytes: what the driver maps at a time
@@ -124,29 +125,43 @@ def _rendezvous(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> 
             ) from error
 
 
+class Flat:
+    """A flat tensor, and what was seen in it: views take the host longer to make than to find."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+        self.seen: dict[tuple[Any, ...], Any] = {}
+
+    def see(self, view: Callable[..., T], *arguments: Hashable) -> T:
+        """`view(x, *arguments)`: a view of the flat tensor, or several."""
+        found = self.seen.get((view, arguments))
+        if found is None:
+            if len(self.seen) >= MOST_VIEWS:
+                self.seen.clear()
+            found = self.seen[view, arguments] = view(self.x, *arguments)
+        return found
+
+    def part(self, begin: int, size: int) -> Tensor:
+        return self.see(torch.narrow, 0, begin, size)
+
+
 class _Symmetric:
-    """One buffer on every rank, `of[rank]` as seen from here, with its words for signals. Making one is collective."""
+    """One buffer on every rank, with its words for signals. Making one is collective."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device):
         self.memory, self.handle = _rendezvous(nbytes, group, device)
-        world_size = dist.get_world_size(group)
-        self.of = [self.handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(world_size)]
-        self.views: dict[tuple[int, torch.dtype, int, int], Tensor] = {}
+        self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        # as seen from here
+        self.of = [Flat(self.handle.get_buffer(rank, (nbytes,), torch.uint8)) for rank in range(world_size)]
         self.nbytes = nbytes
-        words = self.handle.get_signal_pad(dist.get_rank(group)).numel()
+        words = self.handle.get_signal_pad(self.rank).numel()
         self.exchanges = words // world_size // 2  # a channel is a word for each rank, an exchange takes two channels
         self.timeout_ms = _timeout_ms(group, device)
         self.captured = False  # does a CUDA graph know these addresses?
 
-    def part(self, rank: int, dtype: torch.dtype, begin: int, size: int) -> Tensor:
-        """`size` elements of the buffer of `rank`, flat, the same tensor when asked again."""
-        part = self.views.get((rank, dtype, begin, size))
-        if part is None:
-            if len(self.views) >= MOST_VIEWS:
-                self.views.clear()
-            with torch.inference_mode(False):  # it may be asked for again in another mode
-                part = self.views[rank, dtype, begin, size] = self.of[rank].view(dtype)[begin : begin + size]
-        return part
+    def typed(self, rank: int, dtype: torch.dtype) -> Flat:
+        """The buffer of `rank`."""
+        return self.of[rank].see(_typed, dtype)
 
     def barrier(self, channel: int) -> None:
         self.handle.barrier(channel, self.timeout_ms)
@@ -156,6 +171,20 @@ class _Symmetric:
 
     def wait_for(self, rank: int, channel: int) -> None:
         self.handle.wait_signal(rank, channel, self.timeout_ms)
+
+
+def _typed(memory: Tensor, dtype: torch.dtype) -> Flat:
+    return Flat(memory.view(dtype))
+
+
+def _cut(memory: Tensor, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
+    """`count` buffers of `size` elements, each from an aligned address."""
+    step = _aligned(size * dtype.itemsize)
+    return [Flat(memory[i * step :][: size * dtype.itemsize].view(dtype)) for i in range(count)]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256
 
 
 def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
@@ -283,18 +312,17 @@ class CopyEngine:
 
     # K and V: published once, pulled by whoever needs them
 
-    @contextmanager
-    def publishing(self, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        """This rank's flat buffer, to be filled inside; afterwards every rank may pull from it.
+    def publish(self, size: int, dtype: torch.dtype, fill: Callable[[Flat], object]) -> None:
+        """Let every rank pull what `fill` writes to this rank's buffer, of `size` elements at least.
 
-        Both inside and in `pull`, work goes to the stream of the pulls. See Note [One barrier before, one after].
+        That and `pull` happen on the stream of the pulls. See Note [One barrier before, one after].
         """
         link = self.link
         shards = link.buffer("shards", size * dtype.itemsize, self.group)
         link.current = torch.cuda.current_stream()
         with link.shards:
             shards.barrier(0)
-            yield shards.part(dist.get_rank(self.group), dtype, 0, size)
+            fill(shards.typed(shards.rank, dtype))
             shards.barrier(1)
 
     def pull(self, into: Tensor, moves: Moves) -> _Moment:
@@ -303,7 +331,7 @@ class CopyEngine:
         with self.link.shards:
             parts = into.split_with_sizes(sizes)
             for part, source, begin in moves.copies:
-                self.copy(parts[part], shards.part(self.memory_of(source), into.dtype, begin, sizes[part]))
+                self.copy(parts[part], shards.typed(self.memory_of(source), into.dtype).part(begin, sizes[part]))
         return self.pulled()
 
     def pulled(self) -> _Moment:
@@ -316,15 +344,14 @@ class CopyEngine:
 
     # dK and dV: from buffer to buffer
 
-    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-        """Flat buffers for `exchange`, in the same order on every rank; good until `finish`."""
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
+        """Buffers for `exchange`, in the same order on every rank; good until `finish`."""
         link = self.link
-        step = -(-size * dtype.itemsize // 256) * 256 // dtype.itemsize  # each begins at an aligned address
-        sums = link.buffer("sums", count * step * dtype.itemsize, self.group)
+        sums = link.buffer("sums", count * _aligned(size * dtype.itemsize), self.group)
         link.current = torch.cuda.current_stream()
         if link.sums_free is not None and not torch.cuda.is_current_stream_capturing():
             link.sums_free.wait(link.current)  # the pass before this one may have run on another stream
-        return [sums.part(dist.get_rank(self.group), dtype, i * step, size) for i in range(count)]
+        return sums.of[sums.rank].see(_cut, count, size, dtype)
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> _Moment:
         """Pull `receive` out of the buffer that `source` sends from; it is the one that this rank sends from.
@@ -337,8 +364,8 @@ class CopyEngine:
         with side:
             self._signal(to, source, channel)
             if receive.numel():
-                theirs = self.memory_of(source), receive.dtype, int(send.storage_offset()), receive.numel()
-                receive.copy_(sums.part(*theirs))
+                theirs = sums.typed(self.memory_of(source), receive.dtype)
+                receive.copy_(theirs.part(int(send.storage_offset()), receive.numel()))
             copied = side.mark()
             self._signal(source, to, channel + 1)  # nothing later here overwrites what `to` has yet to pull
         return copied

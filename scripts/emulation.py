@@ -24,6 +24,7 @@ from report import Row, append_rows, environment, format_table, output_path, sig
 from ringflash import comm, flash_attention, ops, release_buffers
 from ringflash.comm import Fetch, NvlinkTransport, Pending, RowShape
 from ringflash.layout import WANT_MASK
+from ringflash.nvlink import Flat
 from ringflash.plan import Group, Plan, part_rows, plan_ring
 from world import World
 
@@ -60,8 +61,8 @@ class ResidentTransport:
             return [self._keep(f"place {turn} {dtype}", size, dtype) for turn, size in enumerate(sizes)]
         return [torch.empty(size, dtype=dtype, device=self.device) for size in sizes]
 
-    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-        return list(self._keep("sums", count * size, dtype).view(count, size))
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
+        return [Flat(x) for x in self._keep("sums", count * size, dtype).view(count, size)]
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
         return _Done()
