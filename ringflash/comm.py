@@ -234,6 +234,8 @@ class NcclTransport(_Messages):
 
 def check_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise `ValueError` for an unknown transport, or one that this group has no backend for. Talks to nobody."""
+    if (name, device) in _picked.get(group, ()):
+        return
     if name not in TRANSPORTS:
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {name!r}")
     backends = _backends(group)
@@ -254,6 +256,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 _places: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, list[Place]]] = WeakKeyDictionary()
+_picked: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.device], str]] = WeakKeyDictionary()
 
 
 def pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
@@ -263,6 +266,13 @@ def pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
     where the group has it for this device; else gloo. Raises `ValueError` as `check_transport` does, and for "nvlink"
     where it can't be.
     """
+    picked = _picked.setdefault(group, {})
+    if (name, device) not in picked:
+        picked[name, device] = _pick_transport(name, group, device)
+    return picked[name, device]
+
+
+def _pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
     check_transport(name, group, device)
     if name in ("gloo", "nccl"):
         return name
@@ -316,7 +326,7 @@ class Shards(NamedTuple):
 
     def both(self, rows: int) -> Tensor:
         """K and V, as they lie."""
-        return _both_of(self.buffer, self.shape, rows)
+        return _rows_of(self.buffer, self.shape, rows, self.shape.k_dim + self.shape.v_dim)
 
     def views(self, rows: int) -> tuple[Tensor, Tensor]:
         """K and V."""
@@ -334,27 +344,28 @@ class Packed(NamedTuple):
     buffer: Flat
     shape: RowShape
 
-    def views(self, rows: slice, of: int) -> tuple[Tensor, Tensor]:
-        """dK and dV, some rows of this many."""
-        return self.buffer.see(_sums_of, self.shape, rows.start, rows.stop, of)
+    def views(self, begin: int, end: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Rows `[begin, end)` of dK and of dV, of `rows` each."""
+        return self.buffer.see(_sums_of, self.shape, begin, end, rows)
 
     def message(self, rows: int) -> Tensor:
         """The part of the buffer that these rows fill."""
-        return self.buffer.part(0, self.shape.size(rows))
+        return self.buffer.see(Flat.first, self.shape.size(rows))
 
 
-def _both_of(buffer: Tensor, shape: RowShape, rows: int) -> Tensor:
-    return _rows_of(buffer, shape.batches, rows, shape.heads, shape.k_dim + shape.v_dim)
+def _both_of(buffer: Flat, shape: RowShape, rows: int) -> Tensor:
+    return Shards(buffer.x, shape).both(rows)
 
 
-def _sums_of(buffer: Tensor, shape: RowShape, begin: int, end: int, of: int) -> tuple[Tensor, Tensor]:
-    dk = _rows_of(buffer, shape.batches, of, shape.heads, shape.k_dim)
-    dv = _rows_of(buffer[dk.numel() :], shape.batches, of, shape.heads, shape.v_dim)
+def _sums_of(buffer: Flat, shape: RowShape, begin: int, end: int, rows: int) -> tuple[Tensor, Tensor]:
+    dk = _rows_of(buffer.x, shape, rows, shape.k_dim)
+    dv = _rows_of(buffer.x[dk.numel() :], shape, rows, shape.v_dim)
     return dk[:, begin:end], dv[:, begin:end]
 
 
-def _rows_of(buffer: Tensor, batches: int, rows: int, heads: int, dim: int) -> Tensor:
-    """`(batches, rows, heads, dim)`, contiguous, at the beginning of a flat buffer."""
+def _rows_of(buffer: Tensor, shape: RowShape, rows: int, dim: int) -> Tensor:
+    """`(b, rows, g, dim)`, contiguous, at the beginning of a flat buffer."""
+    batches, heads, _, _ = shape
     return buffer.as_strided((batches, rows, heads, dim), (rows * heads * dim, heads * dim, dim, 1))
 
 
@@ -391,7 +402,7 @@ class Halves(NamedTuple):
 
 def halved(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Halves:
     """How the backward pass goes about a plan, with sums in `dtype`."""
-    nbytes = RowShape.of(k, v).size(max(plan.rows)) * dtype.itemsize
+    nbytes = RowShape.of(k, v).size(plan.most_rows) * dtype.itemsize
     is_apart = plan.hops > 0 and nbytes <= APART_BYTES
     parts = 2 if nbytes >= HALVED_BYTES and plan.hops > is_apart else 1
     return Halves(split_visits(plan, parts, 1 if is_apart else parts), parts, is_apart)
@@ -424,10 +435,10 @@ def visits(
                 yield index, group.visit, *mine(group)
         return
     shape = RowShape.of(k, v)
-    brought, most_rows = _brought(groups)
+    brought, sizes = _brought(groups, shape)
     ahead = deque(brought)
     with transport.carry(plan, k, v) as fetch:
-        places = [Shards(x, shape) for x in transport.places([shape.size(rows) for rows in most_rows], k.dtype)]
+        places = [Shards(x, shape) for x in transport.places(sizes, k.dtype)]
         arriving = deque((place, start(ahead.popleft(), place)) for place in places)
         for index, group in enumerate(groups):
             if group.last_step == 0:
@@ -447,10 +458,11 @@ def visits(
 
 
 @lru_cache(maxsize=256)
-def _brought(groups: tuple[Group, ...]) -> tuple[list[Group], list[int]]:
-    """The groups that have shards of other ranks, and the most rows of those that land in each place, in turn."""
+def _brought(groups: tuple[Group, ...], shape: RowShape) -> tuple[list[Group], list[int]]:
+    """The groups that have shards of other ranks, and the sizes of the places where they land in turn."""
     brought = [group for group in groups if group.last_step > 0 and group.visit is not None]
-    return brought, [max(group.rows for group in brought[turn::2]) for turn in range(min(2, len(brought)))]
+    most_rows = (max(group.rows for group in brought[turn::2]) for turn in range(min(2, len(brought))))
+    return brought, [shape.size(rows) for rows in most_rows]
 
 
 def _pieces_of(group: Group, step: int, into: Shards | None, shard: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -496,7 +508,7 @@ class NvlinkTransport(CopyEngine):
             torch.cat((k, v), dim=3, out=mine.see(_both_of, shape, k.shape[1]))
 
         with span("publish K and V"):
-            self.publish(shape.size(max(plan.rows)), k.dtype, fill)
+            self.publish(shape.size(plan.most_rows), k.dtype, fill)
 
         def fetch(group: Group, into: Shards | None) -> Pending:
             nonlocal is_waited_for
@@ -527,7 +539,7 @@ class _Passing:
         self.transport, self.plan, self.step = transport, plan, 0
         self.stream = torch.cuda.Stream(k.device, priority=-1) if k.is_cuda else None
         shape = RowShape.of(k, v)
-        size = shape.size(max(plan.rows))
+        size = shape.size(plan.most_rows)
         self.shards = [Shards(k.new_empty(size), shape) for _ in range(2)]  # the one that is here, the next
         torch.cat((k, v), dim=3, out=self.here)
         self.arriving: Pending | None = None
@@ -609,39 +621,27 @@ class Gradients:
         self.buffers: list[Packed] = []  # of this group, of the others of its step, and one for what comes next
         if transport is not None and plan.hops > 0:
             shape = RowShape.of(k, v)
-            size = shape.size(-(-max(plan.rows) // self.parts))
+            size = shape.size(-(-plan.most_rows // self.parts))
             self.buffers = [Packed(x, shape) for x in transport.buffers(self.parts + 1, size, dtype)]
         self.pending: Pending | None = None
-        self.brought = "", 0
+        self.leg: _Leg | None = None  # on which what is pending travels
         self.index = 0
 
-    def _cut(self, source: int, part: int) -> slice:
-        """Which rows of its source's shard a part is about."""
-        return part_rows(self.plan.rows[source], part, self.parts)
-
     def _wait(self) -> None:
-        if self.pending is not None:
-            _await(self.pending, *self.brought)
+        if self.pending is not None and self.leg is not None:
+            _await(self.pending, self.leg.words, self.leg.step)
         self.pending = None
 
     def _send_on(self, index: int) -> None:
         """Start to send what is finished, and to bring here what the same part of the next step adds to."""
-        plan = self.plan
-        step, part = self.groups[index].last_step, index % self.parts
-        source = plan.source(step)
-        if step < plan.hops:
-            next_source, to, holder = plan.source(step + 1), plan.rank + 1, plan.rank - 1
-            self.brought = "dK and dV at step {}", step + 1
-        else:
-            next_source, to, holder = plan.rank, plan.rank - plan.hops, plan.rank + plan.hops
-            self.brought = "dK and dV, come home", plan.hops + 1
-        rows, next_rows = (cut.stop - cut.start for cut in (self._cut(source, part), self._cut(next_source, part)))
-        here, there = self.buffers[0], self.buffers[-1]
-        peers = to % plan.world_size, holder % plan.world_size
         assert self.transport is not None
-        words, value = self.brought
-        with span("exchange of dK and dV with ranks {} and {}", *peers), _Saying("starting to bring " + words, value):
-            self.pending = self.transport.exchange(here.message(rows), there.message(next_rows), *peers, tag=index + 1)
+        self.leg = leg = _leg(self.plan, self.groups[index].last_step, index % self.parts, self.parts)
+        send, receive = self.buffers[0].message(leg.rows), self.buffers[-1].message(leg.next_rows)
+        with (
+            span("exchange of dK and dV with ranks {} and {}", leg.to, leg.source),
+            _Saying("starting to bring " + leg.words, leg.step),
+        ):
+            self.pending = self.transport.exchange(send, receive, leg.to, leg.source, tag=index + 1)
 
     def arrive(self, index: int) -> None:
         """Start to bring here what was summed before for this group, or, with halves, for the next."""
@@ -654,42 +654,73 @@ class Gradients:
 
     def take(self) -> Sums:
         """The running sums of this group, once they are here: of the rows that its visit is about."""
-        group, part = self.groups[self.index], self.index % self.parts
+        group = self.groups[self.index]
         if group.last_step == 0 and (self.is_apart or not self.buffers):
             dk, dv = (x.new_empty(x.shape, dtype=self.dtype) for x in self.like)
             self.own = Sums(dk, dv, fresh=True)
             return self.own
         if self.parts == 1:
             self._wait()
-        cut = self._cut(self.plan.source(group.last_step), part)
-        sums, rows = self.buffers[0], cut.stop - cut.start
-        begin, end = next(((piece.begin, piece.end) for piece in group.pieces), (cut.start, cut.start))
+        sums = self.buffers[0]
+        begin, end, rows = _rows_about(self.plan, group, self.index % self.parts, self.parts)
         fresh = self.index < self.parts
-        if fresh and (begin, end) != (cut.start, cut.stop):  # the ranks that follow may see more
+        if fresh and end - begin < rows:  # the ranks that follow may see more
             sums.message(rows).zero_()
             fresh = False
-        return Sums(*sums.views(slice(begin - cut.start, end - cut.start), of=rows), fresh)
+        return Sums(*sums.views(begin, end, rows), fresh)
 
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
-        own = self.own
+        own = None if self.own is None else self.own[:2]
         if own is not None and not self.buffers:
-            return own.dk.to(self.like[0].dtype), own.dv.to(self.like[1].dtype)
+            dk, dv = (x.to(like.dtype) for x, like in zip(own, self.like, strict=True))
+            return dk, dv
         self._wait()
         dk, dv = results = [x.new_empty(x.shape) for x in self.like]
         for part in range(self.parts):  # results must not alias the buffers, which the next pass uses
-            cut = self._cut(self.plan.rank, part)
+            cut = part_rows(dk.shape[1], part, self.parts)
             rows, buffer = cut.stop - cut.start, self.buffers[part if self.is_apart else part - self.parts + 1]
-            arrived = buffer.views(slice(0, rows), of=rows)
-            for result, theirs, mine in zip(results, arrived, (None, None) if own is None else own[:2], strict=True):
-                into = result if self.parts == 1 else result[:, cut]
-                if mine is None:
+            for i, theirs in enumerate(buffer.views(0, rows, rows)):
+                into = results[i] if self.parts == 1 else results[i][:, cut]
+                if own is None:
                     into.copy_(theirs)
                 else:
-                    torch.add(mine if self.parts == 1 else mine[:, cut], theirs, out=into)
+                    torch.add(own[i] if self.parts == 1 else own[i][:, cut], theirs, out=into)
         assert self.transport is not None
         self.transport.finish()
         return dk, dv
+
+
+class _Leg(NamedTuple):
+    """What travels once a part of a shard was visited: its sums, and those that the next visit of this part adds to."""
+
+    to: int  # rank
+    source: int  # rank that has the others
+    rows: int  # that go, and that come
+    next_rows: int
+    words: str  # what comes, for `step`
+    step: int
+
+
+@lru_cache(maxsize=1024)
+def _leg(plan: Plan, step: int, part: int, parts: int) -> _Leg:
+    if step < plan.hops:
+        next_source, to, source = plan.source(step + 1), plan.rank + 1, plan.rank - 1
+        words = "dK and dV at step {}"
+    else:
+        next_source, to, source = plan.rank, plan.rank - plan.hops, plan.rank + plan.hops
+        words = "dK and dV, come home"
+    cuts = (part_rows(plan.rows[rank], part, parts) for rank in (plan.source(step), next_source))
+    rows, next_rows = (cut.stop - cut.start for cut in cuts)
+    return _Leg(to % plan.world_size, source % plan.world_size, rows, next_rows, words, step + 1)
+
+
+@lru_cache(maxsize=1024)
+def _rows_about(plan: Plan, group: Group, part: int, parts: int) -> tuple[int, int, int]:
+    """`(begin, end, rows)`: which of the `rows` of a part of its source's shard a group is about."""
+    cut = part_rows(plan.rows[plan.source(group.last_step)], part, parts)
+    begin, end = next(((piece.begin, piece.end) for piece in group.pieces), (cut.start, cut.start))
+    return begin - cut.start, end - cut.start, cut.stop - cut.start
 
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -712,13 +743,11 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
     Where the group has gloo it is asked at every call, so no disagreement goes unseen. In a group of NCCL alone that
     would stall the device, so only words not seen before in that group are compared.
     """
-    if dist.get_world_size(group) == 1:
-        return
     text = message if error is None else f"!{type(error).__name__}: {error}"
-    on_gloo = "gloo" in dist.get_backend_config(group)
     agreed = _agreed.setdefault(group, set())  # by the group itself: a name may come again, with other ranks
-    if not on_gloo and text in agreed:
+    if text in agreed or dist.get_world_size(group) == 1:
         return
+    on_gloo = "gloo" in dist.get_backend_config(group)
     all_ranks, work = _gather(group, text, device)
     if error is not None and not on_gloo:
         return  # the others may be past their check: don't wait for them

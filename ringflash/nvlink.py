@@ -125,43 +125,56 @@ def _rendezvous(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> 
             ) from error
 
 
-class Flat:
-    """A flat tensor, and what was seen in it: views take the host longer to make than to find."""
+class _Seen:
+    """Memory that stays, and what was seen in it: views take the host longer to make than to find."""
 
-    def __init__(self, x: Tensor):
-        self.x = x
+    def __init__(self):
         self.seen: dict[tuple[Any, ...], Any] = {}
 
     def see(self, view: Callable[..., T], *arguments: Hashable) -> T:
-        """`view(x, *arguments)`: a view of the flat tensor, or several."""
-        found = self.seen.get((view, arguments))
-        if found is None:
+        """`view(self, *arguments)`, the same as when it was asked for before."""
+        key = (view, arguments)
+        if key not in self.seen:
             if len(self.seen) >= MOST_VIEWS:
                 self.seen.clear()
-            found = self.seen[view, arguments] = view(self.x, *arguments)
-        return found
-
-    def part(self, begin: int, size: int) -> Tensor:
-        return self.see(torch.narrow, 0, begin, size)
+            self.seen[key] = view(self, *arguments)
+        return self.seen[key]
 
 
-class _Symmetric:
-    """One buffer on every rank, with its words for signals. Making one is collective."""
+class Flat(_Seen):
+    """A flat tensor."""
+
+    def __init__(self, x: Tensor):
+        super().__init__()
+        self.x = x
+
+    def first(self, size: int) -> Tensor:
+        """So many elements of it."""
+        return self.x[:size]
+
+
+class _Symmetric(_Seen):
+    """One buffer on every rank, `of[rank]` as seen from here, with its words for signals. Making one is collective."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device):
+        super().__init__()
         self.memory, self.handle = _rendezvous(nbytes, group, device)
         self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        # as seen from here
-        self.of = [Flat(self.handle.get_buffer(rank, (nbytes,), torch.uint8)) for rank in range(world_size)]
+        self.of = [self.handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(world_size)]
         self.nbytes = nbytes
         words = self.handle.get_signal_pad(self.rank).numel()
         self.exchanges = words // world_size // 2  # a channel is a word for each rank, an exchange takes two channels
         self.timeout_ms = _timeout_ms(group, device)
         self.captured = False  # does a CUDA graph know these addresses?
 
-    def typed(self, rank: int, dtype: torch.dtype) -> Flat:
-        """The buffer of `rank`."""
-        return self.of[rank].see(_typed, dtype)
+    def part(self, rank: int, dtype: torch.dtype, begin: int, size: int) -> Tensor:
+        """`size` elements of the buffer of `rank`."""
+        return self.of[rank].view(dtype)[begin : begin + size]
+
+    def cut(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
+        """This rank's memory as `count` buffers of `size` elements, each from an aligned address."""
+        step = _aligned(size * dtype.itemsize)
+        return [Flat(self.memory[i * step :][: size * dtype.itemsize].view(dtype)) for i in range(count)]
 
     def barrier(self, channel: int) -> None:
         self.handle.barrier(channel, self.timeout_ms)
@@ -171,16 +184,6 @@ class _Symmetric:
 
     def wait_for(self, rank: int, channel: int) -> None:
         self.handle.wait_signal(rank, channel, self.timeout_ms)
-
-
-def _typed(memory: Tensor, dtype: torch.dtype) -> Flat:
-    return Flat(memory.view(dtype))
-
-
-def _cut(memory: Tensor, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
-    """`count` buffers of `size` elements, each from an aligned address."""
-    step = _aligned(size * dtype.itemsize)
-    return [Flat(memory[i * step :][: size * dtype.itemsize].view(dtype)) for i in range(count)]
 
 
 def _aligned(nbytes: int) -> int:
@@ -313,7 +316,7 @@ class CopyEngine:
     # K and V: published once, pulled by whoever needs them
 
     def publish(self, size: int, dtype: torch.dtype, fill: Callable[[Flat], object]) -> None:
-        """Let every rank pull what `fill` writes to this rank's buffer, of `size` elements at least.
+        """Let every rank pull what `fill` writes to this rank's buffer of `size` elements.
 
         That and `pull` happen on the stream of the pulls. See Note [One barrier before, one after].
         """
@@ -322,7 +325,7 @@ class CopyEngine:
         link.current = torch.cuda.current_stream()
         with link.shards:
             shards.barrier(0)
-            fill(shards.typed(shards.rank, dtype))
+            fill(*shards.see(_Symmetric.cut, 1, size, dtype))
             shards.barrier(1)
 
     def pull(self, into: Tensor, moves: Moves) -> _Moment:
@@ -331,7 +334,8 @@ class CopyEngine:
         with self.link.shards:
             parts = into.split_with_sizes(sizes)
             for part, source, begin in moves.copies:
-                self.copy(parts[part], shards.typed(self.memory_of(source), into.dtype).part(begin, sizes[part]))
+                theirs = self.memory_of(source), into.dtype, begin, sizes[part]
+                self.copy(parts[part], shards.see(_Symmetric.part, *theirs))
         return self.pulled()
 
     def pulled(self) -> _Moment:
@@ -351,7 +355,7 @@ class CopyEngine:
         link.current = torch.cuda.current_stream()
         if link.sums_free is not None and not torch.cuda.is_current_stream_capturing():
             link.sums_free.wait(link.current)  # the pass before this one may have run on another stream
-        return sums.of[sums.rank].see(_cut, count, size, dtype)
+        return sums.see(_Symmetric.cut, count, size, dtype)
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> _Moment:
         """Pull `receive` out of the buffer that `source` sends from; it is the one that this rank sends from.
@@ -364,8 +368,8 @@ class CopyEngine:
         with side:
             self._signal(to, source, channel)
             if receive.numel():
-                theirs = sums.typed(self.memory_of(source), receive.dtype)
-                receive.copy_(theirs.part(int(send.storage_offset()), receive.numel()))
+                theirs = self.memory_of(source), receive.dtype, int(send.storage_offset()), receive.numel()
+                receive.copy_(sums.see(_Symmetric.part, *theirs))
             copied = side.mark()
             self._signal(source, to, channel + 1)  # nothing later here overwrites what `to` has yet to pull
         return copied
