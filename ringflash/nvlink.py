@@ -133,12 +133,12 @@ class _Seen:
 
     def see(self, view: Callable[..., T], *arguments: Hashable) -> T:
         """`view(self, *arguments)`, the same as when it was asked for before."""
-        key = (view, arguments)
-        if key not in self.seen:
+        found = self.seen.get((view, arguments))
+        if found is None:
             if len(self.seen) >= MOST_VIEWS:
                 self.seen.clear()
-            self.seen[key] = view(self, *arguments)
-        return self.seen[key]
+            found = self.seen[view, arguments] = view(self, *arguments)
+        return found
 
 
 class Flat(_Seen):
@@ -149,7 +149,7 @@ class Flat(_Seen):
         self.x = x
 
     def first(self, size: int) -> Tensor:
-        """So many elements of it."""
+        """Its first elements."""
         return self.x[:size]
 
 
@@ -207,11 +207,21 @@ class Moves(NamedTuple):
     copies: tuple[tuple[int, int, int], ...]
 
 
+class _Moment:
+    """A moment on a side stream."""
+
+    def __init__(self, link: "_Link"):
+        self.link, self.event = link, torch.cuda.Event()
+
+    def wait(self) -> None:
+        """What the pass is given from now on comes after it."""
+        self.event.wait(self.link.current)
+
+
 class _Side:
     """A stream beside that of a link's pass. Inside, work goes to it, and comes after what the pass has been given.
 
-    Not to be entered twice. What can be is kept from pass to pass: `torch.cuda.stream`, `wait_stream` and new events
-    take the host three times as long.
+    Not to be entered twice. (`torch.cuda.stream`, `wait_stream` and new events take the host three times as long.)
     """
 
     def __init__(self, link: "_Link"):
@@ -229,22 +239,11 @@ class _Side:
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self.link.current)
 
-    def mark(self) -> "_Moment":
-        """Until now; may be waited for until the next mark but one."""
+    def mark(self) -> _Moment:
+        """Now. May be waited for until the next mark but one."""
         moment = next(self.moments)
         moment.event.record(self.stream)
         return moment
-
-
-class _Moment:
-    """A moment on a side stream."""
-
-    def __init__(self, link: "_Link"):
-        self.link, self.event = link, torch.cuda.Event()
-
-    def wait(self) -> None:
-        """What the pass is given from now on comes after it."""
-        self.event.wait(self.link.current)
 
 
 class _Link:

@@ -169,6 +169,25 @@ def test_pulled_shards_give_the_bits_of_shards_that_are_passed_round(workers, wo
     assert workers(world_size).run(all_same_bits, layout) == [[True] * 29] * world_size
 
 
+def kept_views() -> tuple[bool, bool]:
+    """Does a second pass find all views that the first one made? Are those right that are made anew each time?"""
+    counts = []
+    with nvlink_on_cpus():
+        for _ in range(2):
+            attend(24, "zigzag", causal=True)
+            (link,) = nvlink._links[world()].values()
+            counts.append([len(buffer.seen) for buffer in link.buffers.values()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvlink, "MOST_VIEWS", 1)
+        right = same_bits(24, "zigzag", causal=True)
+    release_buffers(world())
+    return counts[0] == counts[1], right
+
+
+def test_views_of_buffers_are_made_once_and_may_be_forgotten(workers):
+    assert workers(2).run(kept_views) == [(True, True)] * 2
+
+
 def trained_after_inference() -> bool:
     with nvlink_on_cpus():
         with torch.inference_mode():
