@@ -234,10 +234,10 @@ class NcclTransport(_Messages):
 
 def check_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise `ValueError` for an unknown transport, or one that this group has no backend for. Talks to nobody."""
-    if (name, device) in _picked.get(group, ()):
-        return
     if name not in TRANSPORTS:
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {name!r}")
+    if (name, device) in _picked.get(group, ()):
+        return
     backends = _backends(group)
     on_gpu = device.type == "cuda"
     can_move = {
