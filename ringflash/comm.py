@@ -28,7 +28,6 @@ apart, and then also that of the only other rank.
 """
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -43,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .merge import Sums
-from .nvlink import CopyEngine, Place, find_obstacle
+from .nvlink import CopyEngine, Flat, Moves, Place, find_obstacle
 from .plan import Group, Plan, Visit, group_visits, part_rows, split_visits
 from .span import span
 
@@ -62,7 +61,7 @@ class Pending(Protocol):
 
 
 class Fetch(Protocol):
-    def __call__(self, group: Group, into: "_Packed | None") -> Pending:
+    def __call__(self, group: Group, into: "Shards | None") -> Pending:
         """Start to bring the pieces of a group to their places; in the order of the groups, also those without."""
         ...
 
@@ -76,7 +75,7 @@ class Transport(Protocol):
         """Flat tensors of these sizes, where groups land."""
         ...
 
-    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
         """Flat tensors of `size` elements that `exchange` takes; good until `finish`."""
         ...
 
@@ -114,18 +113,23 @@ class _Works:
                     work.wait()
 
 
-@contextmanager
-def _saying(words: str, *values: object) -> Iterator[None]:
+class _Saying:
     """What fails inside says these words too, with `values` in the places of their `{}`."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{error} ({words.format(*values)})") from error
+
+    def __init__(self, words: str, *values: object):
+        self.words, self.values = words, values
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(f"{error} ({self.words.format(*self.values)})") from error
 
 
 def _await(pending: Pending, what: str, *values: object) -> None:
     """Wait for `what`, with `values` in the places of its `{}`: its name in a profile, and in the error if it fails."""
-    with span("wait for " + what, *values), _saying("waiting for " + what, *values):
+    with span("wait for " + what, *values), _Saying("waiting for " + what, *values):
         pending.wait()
 
 
@@ -153,7 +157,7 @@ class _Messages(Transport):
         with span("start of K and V"):
             passing = _Passing(self, plan, k, v)
 
-        def fetch(group: Group, into: _Packed | None) -> Pending:
+        def fetch(group: Group, into: Shards | None) -> Pending:
             return _Landing(passing, group, into, torch.cuda.current_stream().record_event() if k.is_cuda else None)
 
         try:
@@ -170,8 +174,8 @@ class _Messages(Transport):
     def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(size, dtype=dtype, device=self.device) for size in sizes]
 
-    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty(size, dtype=dtype, device=self.device) for _ in range(count)]
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
+        return [Flat(torch.empty(size, dtype=dtype, device=self.device)) for _ in range(count)]
 
     def finish(self) -> None:
         pass
@@ -232,6 +236,8 @@ def check_transport(name: str, group: dist.ProcessGroup, device: torch.device) -
     """Raise `ValueError` for an unknown transport, or one that this group has no backend for. Talks to nobody."""
     if name not in TRANSPORTS:
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {name!r}")
+    if (name, device) in _picked.get(group, ()):
+        return
     backends = _backends(group)
     on_gpu = device.type == "cuda"
     can_move = {
@@ -250,6 +256,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 _places: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, list[Place]]] = WeakKeyDictionary()
+_picked: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.device], str]] = WeakKeyDictionary()
 
 
 def pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
@@ -259,6 +266,13 @@ def pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
     where the group has it for this device; else gloo. Raises `ValueError` as `check_transport` does, and for "nvlink"
     where it can't be.
     """
+    picked = _picked.setdefault(group, {})
+    if (name, device) not in picked:
+        picked[name, device] = _pick_transport(name, group, device)
+    return picked[name, device]
+
+
+def _pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
     check_transport(name, group, device)
     if name in ("gloo", "nccl"):
         return name
@@ -278,38 +292,81 @@ def pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
     return picked
 
 
-class _Packed(NamedTuple):
-    """Two tensors of one shard in one flat buffer: `(b, rows, heads, dim)` each, rows as the shard has them."""
+class RowShape(NamedTuple):
+    """What is one in all shards of a pass: K `(b, rows, g, d)` and V `(b, rows, g, d_v)`, of any number of rows."""
+
+    batches: int
+    heads: int
+    k_dim: int
+    v_dim: int
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor) -> "RowShape":
+        batches, _, heads, k_dim = k.shape
+        return RowShape(batches, heads, k_dim, v.shape[3])
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of both, in one batch."""
+        return self.heads * (self.k_dim + self.v_dim)
+
+    def size(self, rows: int) -> int:
+        """Elements of `rows` rows of both."""
+        return self.batches * rows * self.row
+
+
+class Shards(NamedTuple):
+    """K and V of some rows in one flat buffer, `(b, rows, g, d + d_v)`: a head's key and its value side by side.
+
+    So rows that follow each other are one piece of memory in each batch, and one copy moves them.
+    """
 
     buffer: Tensor
-    shapes: tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
+    shape: RowShape
 
-    @staticmethod
-    def size(a: Tensor, b: Tensor, rows: int) -> int:
-        """How many elements `rows` rows of both take."""
-        return a.shape[0] * rows * (math.prod(a.shape[2:]) + math.prod(b.shape[2:]))
-
-    @staticmethod
-    def over(buffer: Tensor, a: Tensor, b: Tensor) -> "_Packed":
-        """Shards like `a` and `b`, with as many rows as go into the flat buffer."""
-        shape_a, shape_b = ((x.shape[0], 0, x.shape[2], x.shape[3]) for x in (a, b))
-        return _Packed(buffer, (shape_a, shape_b))
-
-    @staticmethod
-    def empty(a: Tensor, b: Tensor, most_rows: int) -> "_Packed":
-        return _Packed.over(a.new_empty(_Packed.size(a, b, most_rows)), a, b)
+    def both(self, rows: int) -> Tensor:
+        """K and V, as they lie."""
+        return _rows_of(self.buffer, self.shape, rows, self.shape.k_dim + self.shape.v_dim)
 
     def views(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Both tensors of a shard of `rows` rows."""
-        (b, _, heads_a, dim_a), (_, _, heads_b, dim_b) = self.shapes
-        split = b * rows * heads_a * dim_a
-        end = split + b * rows * heads_b * dim_b
-        return self.buffer[:split].view(b, rows, heads_a, dim_a), self.buffer[split:end].view(b, rows, heads_b, dim_b)
+        """K and V."""
+        k, v = self.both(rows).split_with_sizes((self.shape.k_dim, self.shape.v_dim), dim=3)
+        return k, v
 
     def message(self, rows: int) -> Tensor:
-        """The part of the buffer that a shard of `rows` rows fills."""
-        (b, _, heads_a, dim_a), (_, _, heads_b, dim_b) = self.shapes
-        return self.buffer[: b * rows * (heads_a * dim_a + heads_b * dim_b)]
+        """The part of the buffer that these rows fill."""
+        return self.buffer[: self.shape.size(rows)]
+
+
+class Packed(NamedTuple):
+    """Sums of dK of some rows and then those of dV in one flat buffer: kernels want what they add to contiguous."""
+
+    buffer: Flat
+    shape: RowShape
+
+    def views(self, begin: int, end: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Rows `[begin, end)` of dK and of dV, of `rows` each."""
+        return self.buffer.see(_sums_of, self.shape, begin, end, rows)
+
+    def message(self, rows: int) -> Tensor:
+        """The part of the buffer that these rows fill."""
+        return self.buffer.see(Flat.first, self.shape.size(rows))
+
+
+def _both_of(buffer: Flat, shape: RowShape, rows: int) -> Tensor:
+    return Shards(buffer.x, shape).both(rows)
+
+
+def _sums_of(buffer: Flat, shape: RowShape, begin: int, end: int, rows: int) -> tuple[Tensor, Tensor]:
+    dk = _rows_of(buffer.x, shape, rows, shape.k_dim)
+    dv = _rows_of(buffer.x[dk.numel() :], shape, rows, shape.v_dim)
+    return dk[:, begin:end], dv[:, begin:end]
+
+
+def _rows_of(buffer: Tensor, shape: RowShape, rows: int, dim: int) -> Tensor:
+    """`(b, rows, g, dim)`, contiguous, at the beginning of a flat buffer."""
+    batches, heads, _, _ = shape
+    return buffer.as_strided((batches, rows, heads, dim), (rows * heads * dim, heads * dim, dim, 1))
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -331,7 +388,7 @@ Arrival = tuple[int, Visit | None, Tensor, Tensor]
 
 def grouped(plan: Plan, k: Tensor, v: Tensor) -> tuple[Group, ...]:
     """What the forward pass attends to at a time: see Note [Groups]."""
-    row_bytes = max(_Packed.size(k, v, 1) * k.itemsize, 1)
+    row_bytes = max(RowShape.of(k, v).size(1) * k.itemsize, 1)
     return group_visits(plan, GROUP_BYTES // row_bytes, FIRST_BYTES // row_bytes)
 
 
@@ -345,7 +402,7 @@ class Halves(NamedTuple):
 
 def halved(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Halves:
     """How the backward pass goes about a plan, with sums in `dtype`."""
-    nbytes = _Packed.size(k, v, max(plan.rows)) * dtype.itemsize
+    nbytes = RowShape.of(k, v).size(plan.most_rows) * dtype.itemsize
     is_apart = plan.hops > 0 and nbytes <= APART_BYTES
     parts = 2 if nbytes >= HALVED_BYTES and plan.hops > is_apart else 1
     return Halves(split_visits(plan, parts, 1 if is_apart else parts), parts, is_apart)
@@ -368,7 +425,7 @@ def visits(
     def visiting(index: int) -> AbstractContextManager[object]:
         return span("visit {} from {}", index, _Sources(plan, groups[index]))
 
-    def start(group: Group, place: _Packed) -> Pending:
+    def start(group: Group, place: Shards) -> Pending:
         with span("fetch from {}", _Sources(plan, group)):
             return fetch(group, place)
 
@@ -377,11 +434,11 @@ def visits(
             with visiting(index):
                 yield index, group.visit, *mine(group)
         return
-    ahead = deque(group for group in groups if group.last_step > 0 and group.visit is not None)
-    most_rows = (max(group.rows for group in [*ahead][turn::2]) for turn in range(min(2, len(ahead))))
-    sizes = [_Packed.size(k, v, rows) for rows in most_rows]
+    shape = RowShape.of(k, v)
+    brought, sizes = _brought(groups, shape)
+    ahead = deque(brought)
     with transport.carry(plan, k, v) as fetch:
-        places = [_Packed.over(buffer, k, v) for buffer in transport.places(sizes, k.dtype)]
+        places = [Shards(x, shape) for x in transport.places(sizes, k.dtype)]
         arriving = deque((place, start(ahead.popleft(), place)) for place in places)
         for index, group in enumerate(groups):
             if group.last_step == 0:
@@ -400,40 +457,40 @@ def visits(
                     arriving.append((place, start(ahead.popleft(), place)))
 
 
-def _pieces_of(
-    group: Group, step: int, into: _Packed | None, shard: tuple[Tensor, Tensor]
-) -> Iterator[tuple[Tensor, Tensor]]:
+@lru_cache(maxsize=256)
+def _brought(groups: tuple[Group, ...], shape: RowShape) -> tuple[list[Group], list[int]]:
+    """The groups that have shards of other ranks, and the sizes of the places where they land in turn."""
+    brought = [group for group in groups if group.last_step > 0 and group.visit is not None]
+    most_rows = (max(group.rows for group in brought[turn::2]) for turn in range(min(2, len(brought))))
+    return brought, [shape.size(rows) for rows in most_rows]
+
+
+def _pieces_of(group: Group, step: int, into: Shards | None, shard: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Where the pieces of the shard of `step` go, each beside what goes there."""
     for piece in group.pieces:
         if piece.step == step and into is not None:
-            for x, theirs in zip(into.views(group.rows), shard, strict=True):
-                yield x[:, piece.place : piece.place + piece.end - piece.begin], theirs[:, piece.begin : piece.end]
+            place = slice(piece.place, piece.place + piece.end - piece.begin)
+            yield into.both(group.rows)[:, place], shard[:, piece.begin : piece.end]
 
 
-@lru_cache(maxsize=4096)
-def _moves(plan: Plan, group: Group, batches: int, k_row: int, v_row: int) -> tuple[tuple[int, int, int, int], ...]:
-    """What a group is pulled by: `(source rank, place in the group's buffer, place in the source's, elements)`.
+@lru_cache(maxsize=1024)
+def _moves(plan: Plan, group: Group, batches: int, row: int, place: int) -> Moves:
+    """What a group is pulled by into a place of `place` elements, from one source after the other in the order of
+    steps, in which each rank starts with another one. `row`: elements of a row.
 
-    Both buffers are `_Packed`; `k_row`, `v_row`: elements of a row. Pieces that adjoin on both sides are one.
+    Pieces that adjoin on both sides are one. Of what lies in `Shards`, both here and there.
     """
-    moves: list[tuple[int, int, int, int]] = []
-    for step in dict.fromkeys(piece.step for piece in group.pieces):
-        source = plan.source(step)
-        pieces = [piece for piece in group.pieces if piece.step == step]
-        begin_into = begin_from = 0
-        for row in (k_row, v_row):
-            for batch, piece in product(range(batches), pieces):
-                into = begin_into + (batch * group.rows + piece.place) * row
-                begin = begin_from + (batch * plan.rows[source] + piece.begin) * row
-                size = (piece.end - piece.begin) * row
-                last_source, last_into, last_begin, last_size = moves[-1] if moves else (-1, 0, 0, 0)
-                if (source, into, begin) == (last_source, last_into + last_size, last_begin + last_size):
-                    moves[-1] = (source, last_into, last_begin, last_size + size)
-                else:
-                    moves.append((source, into, begin, size))
-            begin_into += batches * group.rows * row
-            begin_from += batches * plan.rows[source] * row
-    return tuple(moves)
+    sizes: list[int] = []
+    copies: list[tuple[int, int, int, int]] = []
+    for batch, piece in product(range(batches), group.pieces):
+        source = plan.source(piece.step)
+        begin, size = (batch * plan.rows[source] + piece.begin) * row, (piece.end - piece.begin) * row
+        if copies and copies[-1][2:] == (source, begin - sizes[-1]):
+            sizes[-1] += size
+        else:
+            copies.append((piece.step, len(sizes), source, begin))
+            sizes.append(size)
+    return Moves((*sizes, place - sum(sizes)), tuple(copy[1:] for copy in sorted(copies)))
 
 
 class NvlinkTransport(CopyEngine):
@@ -444,21 +501,21 @@ class NvlinkTransport(CopyEngine):
 
     @contextmanager
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
-        size = _Packed.size(k, v, max(plan.rows))
-        rows = (k.shape[0], k.shape[2] * k.shape[3], v.shape[2] * v.shape[3])
+        shape = RowShape.of(k, v)
         is_waited_for = False
-        with span("publish K and V"), self.publishing(size, k.dtype) as buffer:
-            for mine, packed in zip((k, v), _Packed.over(buffer, k, v).views(plan.rows[plan.rank]), strict=True):
-                packed.copy_(mine)
 
-        def fetch(group: Group, into: _Packed | None) -> Pending:
+        def fill(mine: Flat) -> None:
+            torch.cat((k, v), dim=3, out=mine.see(_both_of, shape, k.shape[1]))
+
+        with span("publish K and V"):
+            self.publish(shape.size(plan.most_rows), k.dtype, fill)
+
+        def fetch(group: Group, into: Shards | None) -> Pending:
             nonlocal is_waited_for
+            if into is None:
+                return _Works(self.group, [])
             is_waited_for = True
-            with self.pulling(size, k.dtype) as published:
-                if into is not None:
-                    for source, place, begin, count in _moves(plan, group, *rows):
-                        self.copy(into.buffer[place : place + count], published(source)[begin : begin + count])
-            return self.pulled()
+            return self.pull(into.buffer, _moves(plan, group, shape.batches, shape.row, into.buffer.numel()))
 
         try:
             yield fetch
@@ -481,9 +538,10 @@ class _Passing:
     def __init__(self, transport: "_Messages", plan: Plan, k: Tensor, v: Tensor):
         self.transport, self.plan, self.step = transport, plan, 0
         self.stream = torch.cuda.Stream(k.device, priority=-1) if k.is_cuda else None
-        self.shards = [_Packed.empty(k, v, max(plan.rows)) for _ in range(2)]  # the one that is here, the next
-        for mine, packed in zip((k, v), self.here, strict=True):
-            packed.copy_(mine)
+        shape = RowShape.of(k, v)
+        size = shape.size(plan.most_rows)
+        self.shards = [Shards(k.new_empty(size), shape) for _ in range(2)]  # the one that is here, the next
+        torch.cat((k, v), dim=3, out=self.here)
         self.arriving: Pending | None = None
         with self.beside():
             self._start_next()
@@ -499,8 +557,8 @@ class _Passing:
             yield
 
     @property
-    def here(self) -> tuple[Tensor, Tensor]:
-        return self.shards[0].views(self._rows(self.step))
+    def here(self) -> Tensor:
+        return self.shards[0].both(self._rows(self.step))
 
     def _rows(self, step: int) -> int:
         return self.plan.rows[self.plan.source(step)]
@@ -510,7 +568,7 @@ class _Passing:
             send, receive = (x.message(self._rows(self.step + i)) for i, x in enumerate(self.shards))
             up, down = (self.plan.rank + 1) % self.plan.world_size, (self.plan.rank - 1) % self.plan.world_size
             words = "starting to bring K and V of step {}", self.step + 1
-            with span("exchange of K and V with ranks {} and {}", up, down), _saying(*words):
+            with span("exchange of K and V with ranks {} and {}", up, down), _Saying(*words):
                 self.arriving = self.transport.exchange(send, receive, up, down, tag=0)
 
     def go_on(self) -> None:
@@ -533,7 +591,7 @@ class _Landing(NamedTuple):
 
     passing: _Passing
     group: Group
-    into: _Packed | None
+    into: Shards | None
     since: torch.Event | None  # when `into` was free
 
     def wait(self) -> None:
@@ -560,41 +618,30 @@ class Gradients:
         self.groups, self.parts, self.is_apart = halves
         self.like, self.dtype = (k, v), dtype
         self.own: Sums | None = None  # of a ring of one, or apart
-        self.buffers: list[_Packed] = []  # of this group, of the others of its step, and one for what comes next
+        self.buffers: list[Packed] = []  # of this group, of the others of its step, and one for what comes next
         if transport is not None and plan.hops > 0:
-            size = _Packed.size(k, v, -(-max(plan.rows) // self.parts))
-            self.buffers = [_Packed.over(x, k, v) for x in transport.buffers(self.parts + 1, size, dtype)]
+            shape = RowShape.of(k, v)
+            size = shape.size(-(-plan.most_rows // self.parts))
+            self.buffers = [Packed(x, shape) for x in transport.buffers(self.parts + 1, size, dtype)]
         self.pending: Pending | None = None
-        self.brought = "", 0
+        self.leg: _Leg | None = None  # on which what is pending travels
         self.index = 0
 
-    def _cut(self, source: int, part: int) -> slice:
-        """Which rows of its source's shard a part is about."""
-        return part_rows(self.plan.rows[source], part, self.parts)
-
     def _wait(self) -> None:
-        if self.pending is not None:
-            _await(self.pending, *self.brought)
+        if self.pending is not None and self.leg is not None:
+            _await(self.pending, self.leg.words, self.leg.step)
         self.pending = None
 
     def _send_on(self, index: int) -> None:
         """Start to send what is finished, and to bring here what the same part of the next step adds to."""
-        plan = self.plan
-        step, part = self.groups[index].last_step, index % self.parts
-        source = plan.source(step)
-        if step < plan.hops:
-            next_source, to, holder = plan.source(step + 1), plan.rank + 1, plan.rank - 1
-            self.brought = "dK and dV at step {}", step + 1
-        else:
-            next_source, to, holder = plan.rank, plan.rank - plan.hops, plan.rank + plan.hops
-            self.brought = "dK and dV, come home", plan.hops + 1
-        rows, next_rows = (cut.stop - cut.start for cut in (self._cut(source, part), self._cut(next_source, part)))
-        here, there = self.buffers[0], self.buffers[-1]
-        peers = to % plan.world_size, holder % plan.world_size
         assert self.transport is not None
-        words, value = self.brought
-        with span("exchange of dK and dV with ranks {} and {}", *peers), _saying("starting to bring " + words, value):
-            self.pending = self.transport.exchange(here.message(rows), there.message(next_rows), *peers, tag=index + 1)
+        self.leg = leg = _leg(self.plan, self.groups[index].last_step, index % self.parts, self.parts)
+        send, receive = self.buffers[0].message(leg.rows), self.buffers[-1].message(leg.next_rows)
+        with (
+            span("exchange of dK and dV with ranks {} and {}", leg.to, leg.source),
+            _Saying("starting to bring " + leg.words, leg.step),
+        ):
+            self.pending = self.transport.exchange(send, receive, leg.to, leg.source, tag=index + 1)
 
     def arrive(self, index: int) -> None:
         """Start to bring here what was summed before for this group, or, with halves, for the next."""
@@ -607,43 +654,73 @@ class Gradients:
 
     def take(self) -> Sums:
         """The running sums of this group, once they are here: of the rows that its visit is about."""
-        group, part = self.groups[self.index], self.index % self.parts
+        group = self.groups[self.index]
         if group.last_step == 0 and (self.is_apart or not self.buffers):
             dk, dv = (x.new_empty(x.shape, dtype=self.dtype) for x in self.like)
             self.own = Sums(dk, dv, fresh=True)
             return self.own
         if self.parts == 1:
             self._wait()
-        cut = self._cut(self.plan.source(group.last_step), part)
-        dk, dv = self.buffers[0].views(cut.stop - cut.start)
-        begin, end = next(((piece.begin, piece.end) for piece in group.pieces), (cut.start, cut.start))
+        sums = self.buffers[0]
+        begin, end, rows = _rows_about(self.plan, group, self.index % self.parts, self.parts)
         fresh = self.index < self.parts
-        if fresh and (begin, end) != (cut.start, cut.stop):  # the ranks that follow may see more
-            dk.zero_()
-            dv.zero_()
+        if fresh and end - begin < rows:  # the ranks that follow may see more
+            sums.message(rows).zero_()
             fresh = False
-        rows = slice(begin - cut.start, end - cut.start)
-        return Sums(dk[:, rows], dv[:, rows], fresh)
+        return Sums(*sums.views(begin, end, rows), fresh)
 
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
-        own = self.own
+        own = None if self.own is None else self.own[:2]
         if own is not None and not self.buffers:
-            return own.dk.to(self.like[0].dtype), own.dv.to(self.like[1].dtype)
+            dk, dv = (x.to(like.dtype) for x, like in zip(own, self.like, strict=True))
+            return dk, dv
         self._wait()
         dk, dv = results = [x.new_empty(x.shape) for x in self.like]
         for part in range(self.parts):  # results must not alias the buffers, which the next pass uses
-            cut = self._cut(self.plan.rank, part)
-            buffer = self.buffers[part if self.is_apart else part - self.parts + 1]
-            arrived = buffer.views(cut.stop - cut.start)
-            for result, theirs, mine in zip(results, arrived, (None, None) if own is None else own[:2], strict=True):
-                if mine is None:
-                    result[:, cut].copy_(theirs)
+            cut = part_rows(dk.shape[1], part, self.parts)
+            rows, buffer = cut.stop - cut.start, self.buffers[part if self.is_apart else part - self.parts + 1]
+            for i, theirs in enumerate(buffer.views(0, rows, rows)):
+                into = results[i] if self.parts == 1 else results[i][:, cut]
+                if own is None:
+                    into.copy_(theirs)
                 else:
-                    torch.add(mine[:, cut], theirs, out=result[:, cut])
+                    torch.add(own[i] if self.parts == 1 else own[i][:, cut], theirs, out=into)
         assert self.transport is not None
         self.transport.finish()
         return dk, dv
+
+
+class _Leg(NamedTuple):
+    """What travels once a part of a shard was visited: its sums, and those that the next visit of this part adds to."""
+
+    to: int  # rank
+    source: int  # rank that has the others
+    rows: int  # that go, and that come
+    next_rows: int
+    words: str  # what comes, for `step`
+    step: int
+
+
+@lru_cache(maxsize=1024)
+def _leg(plan: Plan, step: int, part: int, parts: int) -> _Leg:
+    if step < plan.hops:
+        next_source, to, source = plan.source(step + 1), plan.rank + 1, plan.rank - 1
+        words = "dK and dV at step {}"
+    else:
+        next_source, to, source = plan.rank, plan.rank - plan.hops, plan.rank + plan.hops
+        words = "dK and dV, come home"
+    cuts = (part_rows(plan.rows[rank], part, parts) for rank in (plan.source(step), next_source))
+    rows, next_rows = (cut.stop - cut.start for cut in cuts)
+    return _Leg(to % plan.world_size, source % plan.world_size, rows, next_rows, words, step + 1)
+
+
+@lru_cache(maxsize=1024)
+def _rows_about(plan: Plan, group: Group, part: int, parts: int) -> tuple[int, int, int]:
+    """`(begin, end, rows)`: which of the `rows` of a part of its source's shard a group is about."""
+    cut = part_rows(plan.rows[plan.source(group.last_step)], part, parts)
+    begin, end = next(((piece.begin, piece.end) for piece in group.pieces), (cut.start, cut.start))
+    return begin - cut.start, end - cut.start, cut.stop - cut.start
 
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -666,13 +743,11 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
     Where the group has gloo it is asked at every call, so no disagreement goes unseen. In a group of NCCL alone that
     would stall the device, so only words not seen before in that group are compared.
     """
-    if dist.get_world_size(group) == 1:
-        return
     text = message if error is None else f"!{type(error).__name__}: {error}"
-    on_gloo = "gloo" in dist.get_backend_config(group)
     agreed = _agreed.setdefault(group, set())  # by the group itself: a name may come again, with other ranks
-    if not on_gloo and text in agreed:
+    if text in agreed or dist.get_world_size(group) == 1:
         return
+    on_gloo = "gloo" in dist.get_backend_config(group)
     all_ranks, work = _gather(group, text, device)
     if error is not None and not on_gloo:
         return  # the others may be past their check: don't wait for them

@@ -22,19 +22,22 @@ call of the largest shapes in the others first.
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # PyTorch's permission for several ranks on one GPU
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _GRANULARITY = 2 << 20  # bytes: what the driver maps at a time
+MOST_VIEWS = 4096  # of a buffer that are kept: of one shape a pass has a few
 
 
 class Place(NamedTuple):
@@ -122,25 +125,56 @@ def _rendezvous(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> 
             ) from error
 
 
-class _Symmetric:
+class _Seen:
+    """Memory that stays, and what was seen in it: views take the host longer to make than to find."""
+
+    def __init__(self):
+        self.seen: dict[tuple[Any, ...], Any] = {}
+
+    def see(self, view: Callable[..., T], *arguments: Hashable) -> T:
+        """`view(self, *arguments)`, the same as when it was asked for before."""
+        found = self.seen.get((view, arguments))
+        if found is None:
+            if len(self.seen) >= MOST_VIEWS:
+                self.seen.clear()
+            found = self.seen[view, arguments] = view(self, *arguments)
+        return found
+
+
+class Flat(_Seen):
+    """A flat tensor."""
+
+    def __init__(self, x: Tensor):
+        super().__init__()
+        self.x = x
+
+    def first(self, size: int) -> Tensor:
+        """Its first elements."""
+        return self.x[:size]
+
+
+class _Symmetric(_Seen):
     """One buffer on every rank, `of[rank]` as seen from here, with its words for signals. Making one is collective."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device):
+        super().__init__()
         self.memory, self.handle = _rendezvous(nbytes, group, device)
-        world_size = dist.get_world_size(group)
+        self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self.of = [self.handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(world_size)]
-        self.views: dict[tuple[int, torch.dtype], Tensor] = {}
         self.nbytes = nbytes
-        words = self.handle.get_signal_pad(dist.get_rank(group)).numel()
+        words = self.handle.get_signal_pad(self.rank).numel()
         self.exchanges = words // world_size // 2  # a channel is a word for each rank, an exchange takes two channels
         self.timeout_ms = _timeout_ms(group, device)
         self.captured = False  # does a CUDA graph know these addresses?
 
-    def typed(self, rank: int, dtype: torch.dtype) -> Tensor:
-        """The buffer of `rank`, flat."""
-        if (rank, dtype) not in self.views:
-            self.views[rank, dtype] = self.of[rank].view(dtype)
-        return self.views[rank, dtype]
+    def part(self, rank: int, dtype: torch.dtype, begin: int, size: int) -> Tensor:
+        """`size` elements of the buffer of `rank`."""
+        return self.of[rank].view(dtype)[begin : begin + size]
+
+    def cut(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
+        """This rank's memory as `count` buffers of `size` elements, each from an aligned address."""
+        step = _aligned(size * dtype.itemsize)
+        return [Flat(self.memory[i * step :][: size * dtype.itemsize].view(dtype)) for i in range(count)]
 
     def barrier(self, channel: int) -> None:
         self.handle.barrier(channel, self.timeout_ms)
@@ -152,6 +186,10 @@ class _Symmetric:
         self.handle.wait_signal(rank, channel, self.timeout_ms)
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256
+
+
 def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
     """How long the group lets an operation take."""
     backend: Any = group._get_backend(device)  # the timeout has no public name
@@ -159,34 +197,67 @@ def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
     return int(backend.options._timeout.total_seconds() * 1000)
 
 
-class _Side:
-    """A stream beside the current one. Inside, work goes to it, and comes after what the current one has been given.
+class Moves(NamedTuple):
+    """Contiguous copies out of the peers' buffers that together fill one flat tensor.
 
-    Not to be entered twice. (`torch.cuda.stream` and `wait_stream` take the host three times as long.)
+    The tensor is cut into parts of these `sizes`; each of `copies` is `(part, source rank, begin in its buffer)`.
     """
 
-    def __init__(self, stream: torch.cuda.Stream):
-        self.stream, self.begun = stream, torch.cuda.Event()
+    sizes: tuple[int, ...]
+    copies: tuple[tuple[int, int, int], ...]
+
+
+class _Moment:
+    """A moment on a side stream."""
+
+    def __init__(self, link: "_Link"):
+        self.link, self.event = link, torch.cuda.Event()
+
+    def wait(self) -> None:
+        """What the pass is given from now on comes after it."""
+        self.event.wait(self.link.current)
+
+
+class _Side:
+    """A stream beside that of a link's pass. Inside, work goes to it, and comes after what the pass has been given.
+
+    Not to be entered twice. (`torch.cuda.stream`, `wait_stream` and new events take the host three times as long.)
+    """
+
+    def __init__(self, link: "_Link"):
+        self.link = link
+        # small kernels that signal must not queue behind the blocks of a large one
+        self.stream = torch.cuda.Stream(link.device, priority=-1)
+        self.begun = torch.cuda.Event()
+        self.moments = cycle((_Moment(link), _Moment(link)))
 
     def __enter__(self) -> None:
-        self.before = torch.cuda.current_stream()
-        self.begun.record(self.before)
+        self.begun.record(self.link.current)
         self.begun.wait(self.stream)
         torch.cuda.set_stream(self.stream)
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self.before)
+        torch.cuda.set_stream(self.link.current)
+
+    def mark(self) -> _Moment:
+        """Now. May be waited for until the next mark but one."""
+        moment = next(self.moments)
+        moment.event.record(self.stream)
+        return moment
 
 
 class _Link:
-    """What a group keeps on one device: a stream and a buffer for K/V, a stream and a buffer for sums."""
+    """What a group keeps on one device: a stream and a buffer for K/V, a stream and a buffer for sums.
+
+    One pass at a time: it is about the stream that was the `current` one when it began.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
-        # small kernels that signal must not queue behind the blocks of a large one
-        self.shards, self.sums = (_Side(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
+        self.current = torch.cuda.current_stream()
+        self.shards, self.sums = _Side(self), _Side(self)
         self.buffers: dict[str, _Symmetric] = {}  # "shards" and "sums"
-        self.sums_free: _Moment | None = None
+        self.sums_free: torch.Event | None = None  # the end of the last pass that had sums
         self.retired: list[_Symmetric] = []  # too small by now, but a CUDA graph knows their addresses
 
     def buffer(self, name: str, nbytes: int, group: dist.ProcessGroup) -> _Symmetric:
@@ -224,17 +295,6 @@ def release_buffers(group: dist.ProcessGroup) -> int:
     return sum(link.nbytes for link in links)
 
 
-class _Moment:
-    """A moment on a stream."""
-
-    def __init__(self, stream: torch.cuda.Stream):
-        self.event = stream.record_event()
-
-    def wait(self) -> None:
-        """What the current stream is given from now on comes after it."""
-        self.event.wait()
-
-
 class CopyEngine:
     """Pulls by the copy engine out of symmetric memory. `device`: of the tensors, a GPU that is the current one.
 
@@ -248,46 +308,53 @@ class CopyEngine:
             links[device] = _Link(device)
         self.link = links[device]
 
+    def memory_of(self, rank: int) -> int:
+        """The rank whose memory is that of `rank`."""
+        return rank
+
     # K and V: published once, pulled by whoever needs them
 
-    @contextmanager
-    def publishing(self, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        """This rank's flat buffer, to be filled inside; afterwards every rank may pull from it.
+    def publish(self, size: int, dtype: torch.dtype, fill: Callable[[Flat], object]) -> None:
+        """Let every rank pull what `fill` writes to this rank's buffer of `size` elements.
 
-        Both inside and in `pulling`, work goes to the stream of the pulls. See Note [One barrier before, one after].
+        That and `pull` happen on the stream of the pulls. See Note [One barrier before, one after].
         """
         link = self.link
         shards = link.buffer("shards", size * dtype.itemsize, self.group)
+        link.current = torch.cuda.current_stream()
         with link.shards:
             shards.barrier(0)
-            yield shards.memory[: size * dtype.itemsize].view(dtype)
+            fill(*shards.see(_Symmetric.cut, 1, size, dtype))
             shards.barrier(1)
 
-    @contextmanager
-    def pulling(self, size: int, dtype: torch.dtype) -> Iterator[Callable[[int], Tensor]]:
-        """What each rank published, to be copied inside; what the current stream has been given comes before."""
+    def pull(self, into: Tensor, moves: Moves) -> _Moment:
+        """Fill a flat tensor with what was published, after what the current stream has been given."""
+        shards, sizes = self.link.buffers["shards"], moves.sizes
         with self.link.shards:
-            yield lambda rank: self.link.buffers["shards"].typed(rank, dtype)[:size]
+            parts = into.split_with_sizes(sizes)
+            for part, source, begin in moves.copies:
+                theirs = self.memory_of(source), into.dtype, begin, sizes[part]
+                self.copy(parts[part], shards.see(_Symmetric.part, *theirs))
+        return self.pulled()
+
+    def pulled(self) -> _Moment:
+        """Wait for it to use what was pulled so far."""
+        return self.link.shards.mark()
 
     def copy(self, into: Tensor, x: Tensor) -> None:
         """Copy a flat tensor: the copy engine takes nothing else."""
         into.copy_(x, non_blocking=True)
 
-    def pulled(self) -> _Moment:
-        """Wait for it to use what was pulled so far."""
-        return _Moment(self.link.shards.stream)
-
     # dK and dV: from buffer to buffer
 
-    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-        """Flat buffers for `exchange`, in the same order on every rank; good until `finish`."""
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
+        """Buffers for `exchange`, in the same order on every rank; good until `finish`."""
         link = self.link
-        nbytes = -(-size * dtype.itemsize // 256) * 256  # each begins at an aligned address
-        sums = link.buffer("sums", count * nbytes, self.group)
+        sums = link.buffer("sums", count * _aligned(size * dtype.itemsize), self.group)
+        link.current = torch.cuda.current_stream()
         if link.sums_free is not None and not torch.cuda.is_current_stream_capturing():
-            link.sums_free.wait()  # the pass before this one may have run on another stream
-        begins = range(0, count * nbytes, nbytes) if nbytes else [0] * count
-        return [sums.memory[begin : begin + size * dtype.itemsize].view(dtype) for begin in begins]
+            link.sums_free.wait(link.current)  # the pass before this one may have run on another stream
+        return sums.see(_Symmetric.cut, count, size, dtype)
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> _Moment:
         """Pull `receive` out of the buffer that `source` sends from; it is the one that this rank sends from.
@@ -295,23 +362,29 @@ class CopyEngine:
         Signals are on channel `2 * tag` (what is sent is complete) and `2 * tag + 1` (it was pulled), as far as the
         channels go.
         """
-        link = self.link
-        sums = link.buffers["sums"]
+        side, sums = self.link.sums, self.link.buffers["sums"]
         channel = 2 * (tag % sums.exchanges)
-        begin = int(send.storage_offset())
-        with link.sums:
-            sums.signal(to, channel)
-            sums.wait_for(source, channel)
+        with side:
+            self._signal(to, source, channel)
             if receive.numel():
-                receive.copy_(sums.typed(source, receive.dtype)[begin : begin + receive.numel()])
-            sums.signal(source, channel + 1)
-            copied = _Moment(link.sums.stream)
-            sums.wait_for(to, channel + 1)  # nothing later on this stream overwrites what `to` has yet to pull
+                theirs = self.memory_of(source), receive.dtype, int(send.storage_offset()), receive.numel()
+                receive.copy_(sums.see(_Symmetric.part, *theirs))
+            copied = side.mark()
+            self._signal(source, to, channel + 1)  # nothing later here overwrites what `to` has yet to pull
         return copied
+
+    def _signal(self, to: int, source: int, channel: int) -> None:
+        """Signal `to`, and wait for the signal of `source`."""
+        sums = self.link.buffers["sums"]
+        if to == source:  # then ranks signal in pairs, and a barrier is the same in one launch
+            sums.barrier(channel)
+        else:
+            sums.signal(self.memory_of(to), channel)
+            sums.wait_for(self.memory_of(source), channel)
 
     def finish(self) -> None:
         """The current stream waits until every buffer is free again, here and for the peers."""
         link = self.link
-        torch.cuda.current_stream().wait_stream(link.sums.stream)
+        link.sums.mark().wait()
         if not torch.cuda.is_current_stream_capturing():
-            link.sums_free = _Moment(torch.cuda.current_stream())
+            link.sums_free = link.current.record_event(link.sums_free)

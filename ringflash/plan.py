@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from itertools import product
 from threading import Lock
 from typing import NamedTuple
@@ -112,7 +112,13 @@ class Group:
     visit: Visit | None
     pieces: tuple[Piece, ...]
 
-    @property
+    def __post_init__(self):
+        object.__setattr__(self, "_hash", hash((self.last_step, self.visit, self.pieces)))
+
+    def __hash__(self) -> int:  # once, as a visit's
+        return vars(self)["_hash"]
+
+    @cached_property
     def rows(self) -> int:
         return sum(piece.end - piece.begin for piece in self.pieces)
 
@@ -132,13 +138,18 @@ class Plan:
     visits: tuple[Visit | None, ...]
     needed: tuple[slice, ...]
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return len(self.rows)
 
-    @property
+    @cached_property
     def hops(self) -> int:
         return len(self.visits) - 1
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Of any rank."""
+        return max(self.rows)
 
     def source(self, step: int) -> int:
         return source_rank(self.rank, step, self.world_size)

@@ -22,8 +22,9 @@ from torch import Tensor
 from peers import DTYPES, FORMULA, LOADERS, WORK, Case, Inputs, Passes, Shape, make_inputs, passes_of, reason
 from report import Row, append_rows, environment, format_table, output_path, significant, time_interleaved
 from ringflash import comm, flash_attention, ops, release_buffers
-from ringflash.comm import Fetch, NvlinkTransport, Pending
+from ringflash.comm import Fetch, NvlinkTransport, Pending, RowShape
 from ringflash.layout import WANT_MASK
+from ringflash.nvlink import Flat
 from ringflash.plan import Group, Plan, part_rows, plan_ring
 from world import World
 
@@ -52,9 +53,7 @@ class ResidentTransport:
 
     @contextmanager
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
-        rows = max(plan.rows)
-        size = (k.numel() + v.numel()) // max(plan.rows[plan.rank], 1) * rows
-        self._keep("published", size, k.dtype)
+        self._keep("published", RowShape.of(k, v).size(max(plan.rows)), k.dtype)
         yield lambda group, into: _Done()
 
     def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
@@ -62,8 +61,8 @@ class ResidentTransport:
             return [self._keep(f"place {turn} {dtype}", size, dtype) for turn, size in enumerate(sizes)]
         return [torch.empty(size, dtype=dtype, device=self.device) for size in sizes]
 
-    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-        return list(self._keep("sums", count * size, dtype).view(count, size))
+    def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
+        return [Flat(x) for x in self._keep("sums", count * size, dtype).view(count, size)]
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
         return _Done()
@@ -75,13 +74,8 @@ class ResidentTransport:
 class Loopback(NvlinkTransport):
     """The nvlink transport in a group of one, where every peer is this rank: the host does all that it would."""
 
-    @contextmanager
-    def pulling(self, size: int, dtype: torch.dtype) -> Iterator[Callable[[int], Tensor]]:
-        with super().pulling(size, dtype) as published:
-            yield lambda rank: published(0)
-
-    def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int):
-        return super().exchange(send, receive, 0, 0, tag)
+    def memory_of(self, rank: int) -> int:
+        return 0
 
 
 class Arriving(NamedTuple):
