@@ -13,7 +13,7 @@ dQ (Notes [Rows of a whole tile] and [dQ in register order]).
 Legend: scores lie transposed, keys by queries. Products are written with their shapes: Q, K rows of a tile, D and DV
 head dims. `lse` and `delta` are those rows, fp32, negated as above. Names that end in `_s` lie in shared memory:
 
-    k_s (BLOCK_K, BLOCK_D), v_s (BLOCK_K, BLOCK_DV)     kv_full     once a program
+    k_s (1, BLOCK_K, BLOCK_D), v_s (BLOCK_K, BLOCK_DV)  kv_full     once a program
     q_s (STAGES, BLOCK_Q, BLOCK_D), lse_s, seen_s       q_full      one barrier a stage
     dout_s (STAGES, BLOCK_Q, BLOCK_DV), delta_s         dout_full   one a stage
                                                         free        one a stage, of all of these
@@ -106,6 +106,14 @@ def _mask(scores, key, seen_s, stage, n_k, HAS_TABLE: gl.constexpr, layout: gl.c
 
 
 @gluon.jit
+def _zero(stage):
+    """0, as the compiler cannot see: what depends on it is computed in each step and keeps no registers between steps.
+
+    (K's addresses for dQ kept 14 in one of the warpgroups, for which others were spilled.)"""
+    return stage >> 8
+
+
+@gluon.jit
 def _start_dq(ds, k_s, zero_dq, WHO: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr):
     """A warpgroup's half of dQ over all keys: half of the queries where there are 128, else half of the head dim."""
     if BLOCK_Q == 128:
@@ -130,8 +138,8 @@ def _step(
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
-    k_mine = k_s.slice(WHO * KEYS, KEYS, 0)
-    v_mine = v_s.slice(WHO * KEYS, KEYS, 0)
+    k_mine = k_s.index(0).reshape([BLOCK_K, BLOCK_D]).slice(WHO * KEYS, KEYS, 0)
+    v_mine = v_s.reshape([BLOCK_K, BLOCK_DV]).slice(WHO * KEYS, KEYS, 0)
     q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
     dout_tile = dout_s.index(stage).reshape([BLOCK_Q, BLOCK_DV])
     mbarrier.wait(q_full.index(stage), phase)
@@ -160,7 +168,8 @@ def _step(
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
     else:
         mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
-        dq_tile = _start_dq(ds_s.index(slot_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
+        k_all = k_s.index(_zero(stage)).reshape([BLOCK_K, BLOCK_D])
+        dq_tile = _start_dq(ds_s.index(slot_before), k_all, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)
         dv, dq_tile = warpgroup_mma_wait(1, deps=[dv, dq_tile])
         _add_tile(dq + place_before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
@@ -195,11 +204,8 @@ def _consumer(
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: half of the program's keys. Its dK and dV, and its half of each tile of dQ one step late."""
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    kv_full, q_full, dout_full, ds_full, free = barriers
-    k_s = k_s.reshape([BLOCK_K, BLOCK_D])
-    v_s = v_s.reshape([BLOCK_K, BLOCK_DV])
-    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
+    k_s, _, _, _, ds_s, _, _, _ = buffers
+    kv_full, _, _, ds_full, _ = barriers
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
@@ -246,7 +252,8 @@ def _consumer(
         slot, slot_phase = _next_stage(slot, slot_phase, SLOTS)
     if WITH_DQ:
         mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
-        dq_tile = _start_dq(ds_s.index(slot_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
+        k_all = k_s.index(0).reshape([BLOCK_K, BLOCK_D])
+        dq_tile = _start_dq(ds_s.index(slot_before), k_all, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
         _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
     _write(dk * scale, dk_out, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_layout)
@@ -265,7 +272,7 @@ def _producer(
     q_desc, k_desc, v_desc, dout_desc = descriptors
     lanes = gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma_load(k_desc, [batch, first_row, kv_head, 0], kv_full.index(0), k_s)
+    tma_load(k_desc, [batch, first_row, kv_head, 0], kv_full.index(0), k_s.index(0))
     tma_load(v_desc, [batch, first_row, kv_head, 0], kv_full.index(0), v_s)
     first, full_first, full_stop, stop = tiles
     tile = first
@@ -325,7 +332,7 @@ def backward_kernel(
     if WITH_DQ:
         dq += rows * BLOCK_D
 
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_DV], dout_desc.layout)

@@ -137,7 +137,7 @@ def _consumer(
     """One warpgroup: the sum of dV (the first) or dK, `unit` of it, and its half of each tile of dQ one step late."""
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
     kv_full, _, _, ds_full, _ = barriers
-    k_s = k_s.reshape([BLOCK_K, BLOCK_D])
+    k_s = k_s.index(0).reshape([BLOCK_K, BLOCK_D])
     v_s = v_s.reshape([BLOCK_K, BLOCK_DV])
     buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
@@ -215,7 +215,7 @@ def wide_backward_kernel(
     if WITH_DQ:
         dq += rows * BLOCK_D
 
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_DV], dout_desc.layout)
