@@ -21,8 +21,8 @@ head dims. `lse` and `delta` are those rows, fp32, negated as above. Names that 
 
 with axes of length 1 for batch and head, as descriptors have them. `stage` and `slot` are where a tile lies, `phase`
 which of its uses a barrier counts, 0 or 1. `tile` counts the tiles of a head, `place` those of all heads of a batch.
-`tiles` are those that see the keys, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)`
-need the mask.
+`home` counts the rows of D that dK has, up to the first of this batch and head. `tiles` are those that see the keys,
+`(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)` need the mask.
 """
 
 import math
@@ -198,8 +198,8 @@ def _write(
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, first_row, n_k, kv_heads, n_tiles_q, first_head,
-    heads, scale,
+    WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, home, first_row, n_k, kv_heads, n_tiles_q,
+    first_head, heads, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
@@ -256,8 +256,8 @@ def _consumer(
         dq_tile = _start_dq(ds_s.index(slot_before), k_all, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
         _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
-    _write(dk * scale, dk_out, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_layout)
-    _write(dv, dv_out, first_row, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_layout)
+    _write(dk * scale, dk_out + home.to(gl.int64) * D, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_layout)
+    _write(dv, dv_out + home.to(gl.int64) * DV, first_row, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_layout)
 
 
 @gluon.jit
@@ -326,9 +326,7 @@ def backward_kernel(
     rows = batch.to(gl.int64) * kv_heads * heads_per_kv * n_tiles_q * BLOCK_Q
     lse += rows
     delta += rows
-    place = batch.to(gl.int64) * n_k * kv_heads + kv_head
-    dk += place * D
-    dv += place * DV
+    home = batch * n_k * kv_heads + kv_head  # below 2^31: memory holds no more rows of K, V and their gradients
     if WITH_DQ:
         dq += rows * BLOCK_D
 
@@ -359,11 +357,11 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, buffers, barriers, tiles, dq, dk, dv, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
+                0, buffers, barriers, tiles, dq, dk, dv, home, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_consumer, (
-                1, buffers, barriers, tiles, dq, dk, dv, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
+                1, buffers, barriers, tiles, dq, dk, dv, home, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (
