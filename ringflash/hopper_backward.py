@@ -38,7 +38,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_forward import _load_tiles, _next_stage
+from .hopper_forward import _layout_of_rows, _load_tiles, _next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
 NUMBERS = ["n_q", "n_k", "n_blocks", "n_tiles_q", "kv_heads", "kv_together", "heads_per_kv", "first_head", "heads"]
@@ -184,13 +184,14 @@ def _write(
     ROWS: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Write, or add to, rows of a head of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element."""
+    x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
     pointers = base + rows.to(gl.int64)[:, None] * (kv_heads * DIM) + cols[None, :]
     inside = (rows < n_rows)[:, None] & (cols < DIM)[None, :]
     if ADD:
         x += gl.load(pointers, mask=inside, other=0.0)
-    gl.store(pointers, x.to(base.dtype.element_ty), mask=inside)
+    gl.store(pointers, x, mask=inside)
 
 
 # Roles -------------------------------------------------------------------------------------------------------------
@@ -256,8 +257,10 @@ def _consumer(
         dq_tile = _start_dq(ds_s.index(slot_before), k_all, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
         _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
-    _write(dk * scale, dk_out + home.to(gl.int64) * D, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_layout)
-    _write(dv, dv_out + home.to(gl.int64) * DV, first_row, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_layout)
+    dk_rows: gl.constexpr = _layout_of_rows(BLOCK_D, dk_out.dtype.element_ty)
+    dv_rows: gl.constexpr = _layout_of_rows(BLOCK_DV, dv_out.dtype.element_ty)
+    _write(dk * scale, dk_out + home.to(gl.int64) * D, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_rows)
+    _write(dv, dv_out + home.to(gl.int64) * DV, first_row, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_rows)
 
 
 @gluon.jit

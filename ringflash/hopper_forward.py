@@ -31,6 +31,17 @@ LN2 = gl.constexpr(math.log(2.0))
 NEG_INF = gl.constexpr(float("-inf"))
 
 
+@gluon.constexpr_function
+def _layout_of_rows(cols, dtype):
+    """How a warpgroup writes 64 rows of a product: 16 bytes a thread, 64 a row at a time. A product leaves 4 or 8 bytes
+    of each 8 columns with a thread. Every warp keeps its 16 rows, so what it takes to get there stays within warps."""
+    unit = 128 // dtype.primitive_bitwidth  # columns of 16 bytes
+    units = [[0, unit << bit] for bit in range((cols // unit).bit_length() - 1)]
+    registers = [[0, 1 << bit] for bit in range(unit.bit_length() - 1)]
+    lanes = [*units[:2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*registers, [8, 0], *units[2:]], lanes, [[16, 0], [32, 0]], [], [64, cols])
+
+
 # Verbs --------------------------------------------------------------------------------------------------------------
 
 
