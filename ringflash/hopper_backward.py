@@ -183,15 +183,17 @@ def _write(
     x, base, first_row, n_rows, kv_heads,
     ROWS: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Write, or add to, rows of a head of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element."""
+    """Write, or add to, rows of a head of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element, so
+    it is no matter when memory adds."""
     x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
     pointers = base + rows.to(gl.int64)[:, None] * (kv_heads * DIM) + cols[None, :]
     inside = (rows < n_rows)[:, None] & (cols < DIM)[None, :]
     if ADD:
-        x += gl.load(pointers, mask=inside, other=0.0)
-    gl.store(pointers, x, mask=inside)
+        gl.atomic_add(pointers, x, mask=inside, sem="relaxed")
+    else:
+        gl.store(pointers, x, mask=inside)
 
 
 # Roles -------------------------------------------------------------------------------------------------------------
