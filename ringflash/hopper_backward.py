@@ -20,9 +20,9 @@ head dims. `lse` and `delta` are those rows, fp32, negated as above. Names that 
     ds_s (STAGES + 1, BLOCK_K, BLOCK_Q)                 ds_full     one a slot, of both consumers' halves
 
 with axes of length 1 for batch and head, as descriptors have them. `stage` and `slot` are where a tile lies, `phase`
-which of its uses a barrier counts, 0 or 1. `tile` counts the tiles of a head, `place` those of all heads of a batch.
-`home` counts the rows of D that dK has, up to the first of this batch and head. `tiles` are those that see the keys,
-`(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)` need the mask.
+which of its uses a barrier counts, 0 or 1. `tile` counts the tiles of a head, `place` those of all heads, batch after
+batch. `home` counts the rows of D that dK has, up to the first of this batch and head. `tiles` are those that see the
+keys, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)` need the mask.
 """
 
 import math
@@ -267,7 +267,7 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head,
+    buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head, n_heads,
     n_q, n_tiles_q, first_row, first_head, heads,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
@@ -285,7 +285,7 @@ def _producer(
     stage = 0
     phase = 0
     for _ in range(heads * (stop - first)):
-        head = place // n_tiles_q
+        head = place // n_tiles_q - batch * n_heads
         rows = tile * BLOCK_Q + lanes
         numbers = place.to(gl.int64) * BLOCK_Q + lanes
         mbarrier.wait(free.index(stage), phase ^ 1)
@@ -327,13 +327,8 @@ def backward_kernel(
     if first_row + BLOCK_K > n_k:  # keys past the end must be masked
         full_first = stop
         full_stop = stop
-    head = kv_head * heads_per_kv + first_head
-    rows = batch.to(gl.int64) * kv_heads * heads_per_kv * n_tiles_q * BLOCK_Q
-    lse += rows
-    delta += rows
+    head = (batch * kv_heads + kv_head) * heads_per_kv + first_head
     home = batch * n_k * kv_heads + kv_head  # below 2^31: memory holds no more rows of K, V and their gradients
-    if WITH_DQ:
-        dq += rows * BLOCK_D
 
     k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
@@ -370,7 +365,7 @@ def backward_kernel(
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (
-                buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head,
+                buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head, kv_heads * heads_per_kv,
                 n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
             )),
         ],
