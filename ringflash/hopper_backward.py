@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
 # (jitted code is Gluon's language, not Python's types)
 """The backward pass on Hopper GPUs (sm_90) up to head dim 128, in Gluon. docs/hopper_kernel.md draws who waits for
 what.
@@ -257,12 +257,13 @@ def _consumer(
         mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
         k_all = k_s.index(0).reshape([BLOCK_K, BLOCK_D])
         dq_tile = _start_dq(ds_s.index(slot_before), k_all, zero_dq, WHO, BLOCK_Q, BLOCK_D)
-        dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
-        _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
     dk_rows: gl.constexpr = _layout_of_rows(BLOCK_D, dk_out.dtype.element_ty)
     dv_rows: gl.constexpr = _layout_of_rows(BLOCK_DV, dv_out.dtype.element_ty)
     _write(dk * scale, dk_out + home.to(gl.int64) * D, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_rows)
     _write(dv, dv_out + home.to(gl.int64) * DV, first_row, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_rows)
+    if WITH_DQ:  # made while dK and dV were written
+        dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
+        _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
 
 
 @gluon.jit
