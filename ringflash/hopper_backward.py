@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
 # (jitted code is Gluon's language, not Python's types)
 """The backward pass on Hopper GPUs (sm_90) up to head dim 128, in Gluon. docs/hopper_kernel.md draws who waits for
 what.
@@ -13,16 +13,16 @@ dQ (Notes [Rows of a whole tile] and [dQ in register order]).
 Legend: scores lie transposed, keys by queries. Products are written with their shapes: Q, K rows of a tile, D and DV
 head dims. `lse` and `delta` are those rows, fp32, negated as above. Names that end in `_s` lie in shared memory:
 
-    k_s (BLOCK_K, BLOCK_D), v_s (BLOCK_K, BLOCK_DV)     kv_full     once a program
+    k_s (1, BLOCK_K, BLOCK_D), v_s (BLOCK_K, BLOCK_DV)  kv_full     once a program
     q_s (STAGES, BLOCK_Q, BLOCK_D), lse_s, seen_s       q_full      one barrier a stage
     dout_s (STAGES, BLOCK_Q, BLOCK_DV), delta_s         dout_full   one a stage
                                                         free        one a stage, of all of these
     ds_s (STAGES + 1, BLOCK_K, BLOCK_Q)                 ds_full     one a slot, of both consumers' halves
 
 with axes of length 1 for batch and head, as descriptors have them. `stage` and `slot` are where a tile lies, `phase`
-which of its uses a barrier counts, 0 or 1. `tile` counts the tiles of a head, `place` those of all heads of a batch.
-`tiles` are those that see the keys, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)`
-need the mask.
+which of its uses a barrier counts, 0 or 1. `tile` counts the tiles of a head, `place` those of all heads, batch after
+batch. `home` counts the rows of D that dK has, up to the first of this batch and head. `tiles` are those that see the
+keys, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)` need the mask.
 """
 
 import math
@@ -38,7 +38,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_forward import _load_tiles, _next_stage
+from .hopper_forward import _layout_of_rows, _load_tiles, _next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
 NUMBERS = ["n_q", "n_k", "n_blocks", "n_tiles_q", "kv_heads", "kv_together", "heads_per_kv", "first_head", "heads"]
@@ -106,6 +106,14 @@ def _mask(scores, key, seen_s, stage, n_k, HAS_TABLE: gl.constexpr, layout: gl.c
 
 
 @gluon.jit
+def _zero(stage):
+    """0, as the compiler cannot see: what depends on it is computed in each step and keeps no registers between steps.
+
+    (K's addresses for dQ kept 14 in one of the warpgroups, for which others were spilled.)"""
+    return stage >> 8
+
+
+@gluon.jit
 def _start_dq(ds, k_s, zero_dq, WHO: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_D: gl.constexpr):
     """A warpgroup's half of dQ over all keys: half of the queries where there are 128, else half of the head dim."""
     if BLOCK_Q == 128:
@@ -130,8 +138,8 @@ def _step(
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
-    k_mine = k_s.slice(WHO * KEYS, KEYS, 0)
-    v_mine = v_s.slice(WHO * KEYS, KEYS, 0)
+    k_mine = k_s.index(0).reshape([BLOCK_K, BLOCK_D]).slice(WHO * KEYS, KEYS, 0)
+    v_mine = v_s.reshape([BLOCK_K, BLOCK_DV]).slice(WHO * KEYS, KEYS, 0)
     q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
     dout_tile = dout_s.index(stage).reshape([BLOCK_Q, BLOCK_DV])
     mbarrier.wait(q_full.index(stage), phase)
@@ -160,7 +168,8 @@ def _step(
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
     else:
         mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
-        dq_tile = _start_dq(ds_s.index(slot_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
+        k_all = k_s.index(_zero(stage)).reshape([BLOCK_K, BLOCK_D])
+        dq_tile = _start_dq(ds_s.index(slot_before), k_all, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)
         dv, dq_tile = warpgroup_mma_wait(1, deps=[dv, dq_tile])
         _add_tile(dq + place_before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
@@ -174,14 +183,17 @@ def _write(
     x, base, first_row, n_rows, kv_heads,
     ROWS: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Write, or add to, rows of a head of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element."""
+    """Write, or add to, rows of a head of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element, so
+    it is no matter when memory adds."""
+    x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
     pointers = base + rows.to(gl.int64)[:, None] * (kv_heads * DIM) + cols[None, :]
     inside = (rows < n_rows)[:, None] & (cols < DIM)[None, :]
     if ADD:
-        x += gl.load(pointers, mask=inside, other=0.0)
-    gl.store(pointers, x.to(base.dtype.element_ty), mask=inside)
+        gl.atomic_add(pointers, x, mask=inside, sem="relaxed")
+    else:
+        gl.store(pointers, x, mask=inside)
 
 
 # Roles -------------------------------------------------------------------------------------------------------------
@@ -189,17 +201,14 @@ def _write(
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, first_row, n_k, kv_heads, n_tiles_q, first_head,
-    heads, scale,
+    WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, home, first_row, n_k, kv_heads, n_tiles_q,
+    first_head, heads, scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: half of the program's keys. Its dK and dV, and its half of each tile of dQ one step late."""
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
-    kv_full, q_full, dout_full, ds_full, free = barriers
-    k_s = k_s.reshape([BLOCK_K, BLOCK_D])
-    v_s = v_s.reshape([BLOCK_K, BLOCK_DV])
-    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
+    k_s, _, _, _, ds_s, _, _, _ = buffers
+    kv_full, _, _, ds_full, _ = barriers
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
@@ -246,16 +255,20 @@ def _consumer(
         slot, slot_phase = _next_stage(slot, slot_phase, SLOTS)
     if WITH_DQ:
         mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
-        dq_tile = _start_dq(ds_s.index(slot_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
+        k_all = k_s.index(0).reshape([BLOCK_K, BLOCK_D])
+        dq_tile = _start_dq(ds_s.index(slot_before), k_all, zero_dq, WHO, BLOCK_Q, BLOCK_D)
+    dk_rows: gl.constexpr = _layout_of_rows(BLOCK_D, dk_out.dtype.element_ty)
+    dv_rows: gl.constexpr = _layout_of_rows(BLOCK_DV, dv_out.dtype.element_ty)
+    _write(dk * scale, dk_out + home.to(gl.int64) * D, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_rows)
+    _write(dv, dv_out + home.to(gl.int64) * DV, first_row, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_rows)
+    if WITH_DQ:  # made while dK and dV were written
         dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
         _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
-    _write(dk * scale, dk_out, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_layout)
-    _write(dv, dv_out, first_row, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_layout)
 
 
 @gluon.jit
 def _producer(
-    buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head,
+    buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head, n_heads,
     n_q, n_tiles_q, first_row, first_head, heads,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
@@ -265,7 +278,7 @@ def _producer(
     q_desc, k_desc, v_desc, dout_desc = descriptors
     lanes = gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma_load(k_desc, [batch, first_row, kv_head, 0], kv_full.index(0), k_s)
+    tma_load(k_desc, [batch, first_row, kv_head, 0], kv_full.index(0), k_s.index(0))
     tma_load(v_desc, [batch, first_row, kv_head, 0], kv_full.index(0), v_s)
     first, full_first, full_stop, stop = tiles
     tile = first
@@ -273,7 +286,7 @@ def _producer(
     stage = 0
     phase = 0
     for _ in range(heads * (stop - first)):
-        head = place // n_tiles_q
+        head = place // n_tiles_q - batch * n_heads
         rows = tile * BLOCK_Q + lanes
         numbers = place.to(gl.int64) * BLOCK_Q + lanes
         mbarrier.wait(free.index(stage), phase ^ 1)
@@ -315,17 +328,10 @@ def backward_kernel(
     if first_row + BLOCK_K > n_k:  # keys past the end must be masked
         full_first = stop
         full_stop = stop
-    head = kv_head * heads_per_kv + first_head
-    rows = batch.to(gl.int64) * kv_heads * heads_per_kv * n_tiles_q * BLOCK_Q
-    lse += rows
-    delta += rows
-    place = batch.to(gl.int64) * n_k * kv_heads + kv_head
-    dk += place * D
-    dv += place * DV
-    if WITH_DQ:
-        dq += rows * BLOCK_D
+    head = (batch * kv_heads + kv_head) * heads_per_kv + first_head
+    home = batch * n_k * kv_heads + kv_head  # below 2^31: memory holds no more rows of K, V and their gradients
 
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_DV], dout_desc.layout)
@@ -352,15 +358,15 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, buffers, barriers, tiles, dq, dk, dv, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
+                0, buffers, barriers, tiles, dq, dk, dv, home, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_consumer, (
-                1, buffers, barriers, tiles, dq, dk, dv, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
+                1, buffers, barriers, tiles, dq, dk, dv, home, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (
-                buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head,
+                buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head, kv_heads * heads_per_kv,
                 n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
             )),
         ],

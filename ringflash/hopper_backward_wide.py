@@ -137,7 +137,7 @@ def _consumer(
     """One warpgroup: the sum of dV (the first) or dK, `unit` of it, and its half of each tile of dQ one step late."""
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
     kv_full, _, _, ds_full, _ = barriers
-    k_s = k_s.reshape([BLOCK_K, BLOCK_D])
+    k_s = k_s.index(0).reshape([BLOCK_K, BLOCK_D])
     v_s = v_s.reshape([BLOCK_K, BLOCK_DV])
     buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
@@ -205,17 +205,12 @@ def wide_backward_kernel(
     if first_row + BLOCK_K > n_k:  # keys past the end must be masked
         full_first = stop
         full_stop = stop
-    head = kv_head * heads_per_kv + first_head
-    rows = batch.to(gl.int64) * kv_heads * heads_per_kv * n_tiles_q * BLOCK_Q
-    lse += rows
-    delta += rows
+    head = (batch * kv_heads + kv_head) * heads_per_kv + first_head
     place = batch.to(gl.int64) * n_k * kv_heads + kv_head
     dk += place * D
     dv += place * DV
-    if WITH_DQ:
-        dq += rows * BLOCK_D
 
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_DV], dout_desc.layout)
@@ -257,7 +252,7 @@ def wide_backward_kernel(
                 D, BLOCK_D, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (
-                buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head,
+                buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head, kv_heads * heads_per_kv,
                 n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
             )),
         ],

@@ -31,6 +31,17 @@ LN2 = gl.constexpr(math.log(2.0))
 NEG_INF = gl.constexpr(float("-inf"))
 
 
+@gluon.constexpr_function
+def _layout_of_rows(cols, dtype):
+    """How a warpgroup writes 64 rows of a product: 16 bytes a thread, 64 a row at a time. A product leaves 4 or 8 bytes
+    of each 8 columns with a thread. Every warp keeps its 16 rows, so what it takes to get there stays within warps."""
+    unit = 128 // dtype.primitive_bitwidth  # columns of 16 bytes
+    units = [[0, unit << bit] for bit in range((cols // unit).bit_length() - 1)]
+    registers = [[0, 1 << bit] for bit in range(unit.bit_length() - 1)]
+    lanes = [*units[:2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*registers, [8, 0], *units[2:]], lanes, [[16, 0], [32, 0]], [], [64, cols])
+
+
 # Verbs --------------------------------------------------------------------------------------------------------------
 
 
@@ -193,8 +204,8 @@ def _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together):
 
 @gluon.jit
 def _write(
-    acc, row_max, row_sum, out, lse, sinks, head, rows, n_q, stride_os,
-    BLOCK_DV: gl.constexpr, DV: gl.constexpr, MERGE: gl.constexpr, o_layout: gl.constexpr,
+    acc, row_max, row_sum, out, lse, sinks, head, first_row, n_q, stride_os,
+    ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, MERGE: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """Normalise, with the sink as one more key, of value 0, where there are sinks; and merge with what the visits
     before this one left. See merge.py."""
@@ -210,10 +221,13 @@ def _write(
     row_sum = gl.where(seen_any, row_sum, 1.0)
     total = gl.where(seen_any, row_max + gl.log2(row_sum), NEG_INF)
     norm = rescale / row_sum
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
     in_rows = rows < n_q
-    cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, o_layout))
-    out_rows = out + rows.to(gl.int64)[:, None] * stride_os + cols[None, :]
-    in_out = in_rows[:, None] & (cols < DV)[None, :]
+    layout: gl.constexpr = _layout_of_rows(BLOCK_DV, out.dtype.element_ty)
+    rows_out = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, layout))
+    pointers = out + rows_out.to(gl.int64)[:, None] * stride_os + cols[None, :]
+    inside = (rows_out < n_q)[:, None] & (cols < DV)[None, :]
     if MERGE:
         before = gl.load(lse + rows, mask=in_rows, other=NEG_INF) * LOG2E
         largest = gl.maximum(before, total)
@@ -224,11 +238,12 @@ def _write(
         total = pivot + gl.log2(sum_of_weights)
         share = 1.0 / gl.where(sum_of_weights > 0, sum_of_weights, 1.0)
         norm = norm * weight * share
-        out_before = gl.load(out_rows, mask=in_out, other=0.0)
-        acc = acc * norm[:, None] + out_before * (weight_before * share)[:, None]
+        out_before = gl.load(pointers, mask=inside, other=0.0)
+        share_before = gl.convert_layout(weight_before * share, gl.SliceLayout(1, layout))
+        result = gl.convert_layout(acc * norm[:, None], layout) + out_before * share_before[:, None]
     else:
-        acc = acc * norm[:, None]
-    gl.store(out_rows, acc.to(out.dtype.element_ty), mask=in_out)
+        result = gl.convert_layout((acc * norm[:, None]).to(out.dtype.element_ty), layout)
+    gl.store(pointers, result, mask=inside)
     gl.store(lse + rows, total * LN2, mask=in_rows)
 
 
@@ -304,8 +319,10 @@ def _attend_block(
 
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, o_layout))
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
-    _write(acc, row_max, row_sum, out, lse, sinks, head, rows, n_q, stride_os, BLOCK_DV, DV, MERGE, o_layout)
+    _write(
+        acc, row_max, row_sum, out, lse, sinks, head, first_row, n_q, stride_os,
+        ROWS, BLOCK_DV, DV, MERGE, o_layout,
+    )  # fmt: skip
     return stage, phase
 
 
