@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import triton
@@ -119,8 +119,8 @@ class _Direct:
         rest = range(len(self.arguments), len(self.arguments) + n_tensors - len(boxes))
         self.places = (*places, *rest)
         self.arguments += [None] * len(rest) + values
-        self.device = driver.active.get_current_device()
-        self.stream_of = driver.active.get_current_stream
+        active: Any = driver.active
+        self.device, self.stream_of = active.get_current_device(), active.get_current_stream
 
     def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
         arguments = self.arguments.copy()
@@ -163,18 +163,17 @@ _Entry = Callable[[int, list[Any]], object]
 def _find_entry(form: Any, grid: tuple[int, ...]) -> _Entry | None:
     """The C function that launches a compiled form, of a stream and the arguments as the kernel gets them, or `None`
     where Triton is of a version that has not been looked at, or has more to do at a launch than that."""
-    version = triton.__version__.rpartition(".")[0]
-    launcher = form.run
-    if version not in ("3.6", "3.7") or type(launcher).__name__ != "CudaLauncher" or None in _metadata_of_maps(form):
+    version, launcher = triton.__version__.split(".")[:2], cast(Any, getattr(form, "run", None))
+    if version not in (["3", "6"], ["3", "7"]) or type(launcher).__name__ != "CudaLauncher":
         return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
+    if launcher.global_scratch_size or launcher.profile_scratch_size or None in _metadata_of_maps(form):
         return None
     enter = launcher.launch
     if _metadata_of_maps(form):  # a function in Python that expands descriptors, for the one that it closes over
         enter = inspect.getclosurevars(enter).nonlocals["launcher"]
     ways = form.function, launcher.launch_cooperative_grid, launcher.launch_pdl
     no_scratch, no_hooks = (None, None), (None, None, None)
-    if version == "3.6":
+    if version == ["3", "6"]:
         fixed = *ways, *no_scratch, form.packed_metadata, *no_hooks
         return lambda stream, arguments: enter(*grid, stream, *fixed, *arguments)
     fixed = *ways, form.packed_metadata, *no_hooks, *no_scratch, launcher.arg_annotations, launcher.kernel_signature

@@ -25,6 +25,7 @@ from .score import Scoring, make_head_words
 from .span import span
 
 BACKENDS = ("auto", "torch", "triton")
+_PLAIN_TYPES = frozenset((Tensor, Parameter))
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -89,11 +90,12 @@ def _prepare(
     seq_len: int,
     transport: str,
 ) -> tuple[Plan, comm.Transport | None]:
-    if not group and documents is None:
-        return _plan_alone(tuple(mask), q.shape[1], k.shape[1]), None
-    decoded = _decode(q, k, mask, documents, group, seq_len)
     if not group:
-        return plan_one(decoded, q.shape[1], k.shape[1]), None
+        lengths = q.shape[1], k.shape[1]
+        if documents is None:
+            return _plan_alone(tuple(mask), *lengths), None
+        return plan_one(_decode(mask, documents, group, *lengths), *lengths), None
+    decoded = _decode(mask, documents, group, seq_len, seq_len)
     process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
     laid_out = decode(layout_mask, layout_documents) if layout_mask else None
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -105,21 +107,15 @@ def _prepare(
 
 @lru_cache(maxsize=256)
 def _plan_alone(mask: tuple[int, ...], query_len: int, key_len: int) -> Plan:
-    """The plan without a group, under a mask without documents: it is made of few numbers, so it is soon found."""
-    return plan_one(_checked(mask, None, query_len, key_len), query_len, key_len)
+    """The plan without a group, under a mask without documents: that is made of few numbers, so it is soon found."""
+    return plan_one(_decode(mask, None, "", query_len, key_len), query_len, key_len)
 
 
-def _decode(q: Tensor, k: Tensor, mask: Sequence[int], documents: Tensor | None, group: str, seq_len: int) -> Mask:
+def _decode(mask: Sequence[int], documents: Tensor | None, group: str, query_len: int, key_len: int) -> Mask:
     """The mask. Raises `ValueError` for documents that are no boundaries of this sequence."""
-    lengths = (seq_len, seq_len) if group else (q.shape[1], k.shape[1])
-    decoded = _checked(mask, documents, *lengths)
+    decoded = decode(mask, documents, longest=query_len + key_len)  # no query and key are that far apart
     if decoded.cu_seqlens_q is not None and group:
         raise ValueError("ring_attention takes no mask with cu_seqlens_q: it is self-attention")
-    return decoded
-
-
-def _checked(mask: Sequence[int], documents: Tensor | None, query_len: int, key_len: int) -> Mask:
-    decoded = decode(mask, documents, longest=query_len + key_len)  # no query and key are that far apart
     decoded.check_fits(query_len, key_len)
     return decoded
 
@@ -164,7 +160,7 @@ def _attention(
     if group:
         process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
         try:
-            decoded = _decode(q, k, mask, documents, group, seq_len)
+            decoded = _decode(mask, documents, group, seq_len, seq_len)
             laid_out = decode(layout_mask, layout_documents) if layout_mask else None
             if laid_out is not None:
                 laid_out.check_fits(seq_len, seq_len)
@@ -224,8 +220,8 @@ def _shape_word(x: Tensor | None) -> str:
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes"
 _OPTIONS = (
-    "float scale, float? softcap, float dropout_p, SymInt[] mask, Tensor? documents, str backend, str group, str layout, "
-    "SymInt[] layout_mask, Tensor? layout_documents, SymInt seq_len, str transport, bool deterministic"
+    "float scale, float? softcap, float dropout_p, SymInt[] mask, Tensor? documents, str backend, str group, "
+    "str layout, SymInt[] layout_mask, Tensor? layout_documents, SymInt seq_len, str transport, bool deterministic"
 )
 
 
@@ -367,14 +363,11 @@ def attend(*inputs) -> tuple[Tensor, Tensor]:
     checkpointing, fake tensors), a subclass of Tensor. Else by the same functions without its dispatch, which takes
     the host several times as long as the launch of a kernel."""
     tensors = [x for x in inputs[:6] if x is not None]  # documents, the others, are ours
-    if torch.compiler.is_compiling() or _is_watched() or not _PLAIN.issuperset(map(type, tensors)):
+    if torch.compiler.is_compiling() or _is_watched() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
         return attention(*inputs)[:2]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _Eager.apply(*inputs[:4], inputs[4:])  # pyright: ignore[reportReturnType]
     return _attention(*inputs)[:2]
-
-
-_PLAIN = frozenset((Tensor, Parameter))
 
 
 def _is_watched() -> bool:
