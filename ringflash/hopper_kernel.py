@@ -459,27 +459,12 @@ def _backward_launches(
         return None
     parts = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
     sums = sums if len(parts) == 1 else torch.float32
-    return tuple(
-        (
-            _backward_launch(
-                q,
-                k,
-                v,
-                dout,
-                sums,
-                not is_full,
-                with_dq,
-                first_head,
-                heads,
-                not fresh or first_head > 0 or low > 0,
-                scale,
-                device,
-            ),
-            low,
-            high,
-        )
-        for first_head, heads, low, high in parts
-    )
+    found = []
+    for first_head, heads, low, high in parts:
+        add = not fresh or first_head > 0 or low > 0
+        launch = _backward_launch(q, k, v, dout, sums, with_dq, first_head, heads, add, scale)
+        found.append((launch, low, high))
+    return tuple(found)
 
 
 def _backward_launch(
@@ -488,15 +473,13 @@ def _backward_launch(
     v: Kind,
     dout: Kind,
     sums: torch.dtype,
-    has_table: bool,
     with_dq: bool,
     first_head: int,
     heads: int,
     add: bool,
     scale: float,
-    device: torch.device,
 ) -> Launch:
-    """A launch of `backward_kernel` or `wide_backward_kernel`, by all that its form depends on."""
+    """A launch of `backward_kernel` or `wide_backward_kernel` that sums over `heads` query heads of a key/value head."""
     tile = backward_tile(q.shape[3], v.shape[3])
     kernel = backward_kernel if tile.block_k == 128 else wide_backward_kernel
     n_batches, n_q, n_heads, head_dim = q.shape

@@ -321,8 +321,9 @@ def _differentiate(run, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         return None, None, None, None
     if dout is None:
         dout = torch.zeros_like(out)
-    options = ctx.options
-    options = (*options[:4], documents[0], *options[5:9], documents[1], *options[10:])
+    options = ctx.options.copy()
+    for place, x in zip(_DOCUMENTS, documents, strict=True):
+        options[place] = x
     dq, dk, dv, dsinks = run(dout, dlse, out, lse, head_words, q, k, v, sinks, slopes, *options)
     return dq, dk, dv, None if sinks is None else dsinks
 
