@@ -479,7 +479,7 @@ def _backward_launch(
     add: bool,
     scale: float,
 ) -> Launch:
-    """A launch of `backward_kernel` or `wide_backward_kernel` that sums over `heads` query heads of a key/value head."""
+    """A launch of `backward_kernel` or `wide_backward_kernel` that sums over `heads` heads of a key's."""
     tile = backward_tile(q.shape[3], v.shape[3])
     kernel = backward_kernel if tile.block_k == 128 else wide_backward_kernel
     n_batches, n_q, n_heads, head_dim = q.shape
