@@ -310,7 +310,7 @@ def _check_scoring(
     q: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, float, float | None, float]:
     """Sinks, slopes, a seed where there is dropout, scale, softcap and dropout, as operators take them."""
-    batch, heads = q.shape[0], q.shape[2]
+    batch, _, heads, head_dim = q.shape
     _check_of_heads("sinks", sinks, [(heads,)], "a logit per query head", q)
     _check_of_heads("alibi_slopes", alibi_slopes, [(heads,), (batch, heads)], "a slope per query head", q)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
@@ -319,7 +319,7 @@ def _check_scoring(
         softcap = _check_positive("softcap", softcap)
     if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    factor: float = q.shape[3] ** -0.5 if scale is None else _check_positive("scale", scale)
+    factor: float = head_dim**-0.5 if scale is None else _check_positive("scale", scale)
     seed = torch.randint(2**62, (1,), device="cpu") if dropout_p else None
     return sinks, alibi_slopes, seed, factor, softcap, float(dropout_p)
 
@@ -351,7 +351,17 @@ def _check_mask(
         if causal or window is not None or cu_seqlens is not None:
             raise ValueError("mask takes the place of causal, window and cu_seqlens: give one or the others")
         return list(mask.numbers), mask.documents
-    window = (None, None) if window is None else window
+    sides = (OPEN, OPEN) if window is None else _check_window(window)
+    documents = None
+    if cu_seqlens is not None:
+        if not isinstance(cu_seqlens, Tensor):
+            raise ValueError(f"cu_seqlens must be a Tensor, got {type(cu_seqlens).__name__}")
+        check_integer_tensor("cu_seqlens", cu_seqlens)
+        documents = cu_seqlens.to("cpu", torch.int64).unsqueeze(0)
+    return [sides[0], 0 if causal else sides[1], 0, 0], documents
+
+
+def _check_window(window: Window) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be (left, right), got {window}")
     if not all(side is None or isinstance(side, Integral) for side in window):
@@ -359,10 +369,4 @@ def _check_mask(
     left, right = (OPEN if side is None else min(side, 2**62) for side in window)  # operators take 64 bits
     if left < OPEN or right < OPEN:
         raise ValueError(f"window sides must be >= 0, or None or -1 for no bound, got {window}")
-    documents = None
-    if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor):
-            raise ValueError(f"cu_seqlens must be a Tensor, got {type(cu_seqlens).__name__}")
-        check_integer_tensor("cu_seqlens", cu_seqlens)
-        documents = cu_seqlens.to("cpu", torch.int64).unsqueeze(0)
-    return [left, 0 if causal else right, 0, 0], documents
+    return left, right

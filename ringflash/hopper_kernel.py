@@ -38,6 +38,8 @@ from .launch import (
     Kind,
     Launch,
     aligned,
+    are_aligned,
+    are_odd,
     count_blocks,
     count_multiprocessors,
     launches_of,
@@ -197,18 +199,20 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, sinks: Tensor | None, into: Partial, first: bool
 ) -> None:
     """As `reference.forward`, of tensors that are not empty; `sinks` fp32 `(h,)`, in a first visit alone."""
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    device, is_full = q.device, visit.mask.is_full
-    kinds = Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out)
-    launch = _forward_launch(*kinds, is_full, sinks is not None, scale, first, device)
-    tile = forward_tile(q.shape[3], v.shape[3])
-    ranges = ranges_of(visit, "queries", tile.block_q, device)
-    seen = None if is_full else seen_rows_of(visit, device)
-    schedule = None
-    if launch.is_scheduled:
-        n_heads, together = q.shape[2], launch.numbers["heads_together"]
-        schedule = _schedule(visit, tile.block_q, tile.block_k, q.shape[0], n_heads, together, launch.grid[0], device)
+    device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
+    launch = _forward_launch(*kinds, visit.mask.is_full, sinks is not None, scale, first, device)
+    if launch is None or are_odd(q, k, v):
+        return forward(aligned(q), aligned(k), aligned(v), visit, scale, sinks, into, first)
+    ranges, seen, schedule = _forward_tables(launch, visit, device)
     launch(q, k, v, into.out, into.lse, ranges, seen, sinks, schedule)
+
+
+@keep_by_bytes(TABLE_BYTES)
+def _forward_tables(launch: Launch, visit: Visit, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What blocks of queries and single queries see, and where programs take turns by one, their schedule."""
+    block_q = ROWS * launch.numbers["CONSUMERS"]
+    schedule = _schedule(launch, visit, block_q, device) if launch.is_scheduled else None
+    return ranges_of(visit, "queries", block_q, device), seen_rows_of(visit, device), schedule
 
 
 @lru_cache(maxsize=1024)
@@ -222,8 +226,10 @@ def _forward_launch(
     scale: float,
     first: bool,
     device: torch.device,
-) -> Launch:
-    """A launch of `forward_kernel`, by all that its form depends on."""
+) -> Launch | None:
+    """A launch of `forward_kernel`, by all that its form depends on; `None` where q, k or v is not aligned."""
+    if not are_aligned(q, k, v):
+        return None
     tile = forward_tile(q.shape[3], v.shape[3])
     n_batches, n_q, n_heads, _ = q.shape
     _, n_k, kv_heads, v_dim = v.shape
@@ -291,24 +297,16 @@ def share_out(lengths: list[int], programs: int) -> list[list[int]]:
     return shares
 
 
-@keep_by_bytes(TABLE_BYTES)
-def _schedule(
-    visit: Visit,
-    block_q: int,
-    block_k: int,
-    n_batches: int,
-    n_heads: int,
-    heads_together: int,
-    programs: int,
-    device: torch.device,
-) -> Tensor:
+def _schedule(launch: Launch, visit: Visit, block_q: int, device: torch.device) -> Tensor:
     """int32 `(1 + most, programs)`: how many pieces of work each program has, then which. Pieces are in the order of
     `hopper_forward._find_work`."""
+    names = "BLOCK_K", "n_heads", "n_blocks", "n_work", "heads_together"
+    block_k, n_heads, n_blocks, n_work, heads_together = (launch.numbers[name] for name in names)
     begin, _, _, end = visit.key_ranges(block_q).unbind(1)
     tiles = (((end + block_k - 1) // block_k) - begin // block_k).clamp(min=1).flip(0).tolist()
     heads = [min(heads_together, n_heads - first) for first in range(0, n_heads, heads_together)]
-    lengths = [length for together in heads for length in tiles for _ in range(together)] * n_batches
-    shares = share_out(lengths, programs)
+    lengths = [length for together in heads for length in tiles for _ in range(together)]
+    shares = share_out(lengths * (n_work // len(lengths)), launch.grid[0])
     rows = [list(map(len, shares)), *zip_longest(*shares, fillvalue=-1)]
     return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
 
@@ -351,18 +349,21 @@ def start_backward(
     q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scale: float, *, with_dq: bool
 ) -> Started:
     """What the visits of a backward pass share; `q` is not empty. Without dQ the visits add to dK and dV alone."""
-    tile = backward_tile(q.shape[3], dout.shape[3])
     n_batches, n_q, n_heads, head_dim = q.shape
+    out, v_dim, device = result.out, dout.shape[3], q.device
+    lse_strides = None if dlse is None else dlse.stride()
+    launch = _start_launch(Kind.of(out), Kind.of(dout), lse_strides, head_dim, with_dq, scale, device)
+    if launch is None or are_odd(out, dout):
+        result = result._replace(out=aligned(out))
+        return start_backward(q, result, aligned(dout), dlse, scale, with_dq=with_dq)
+    tile = backward_tile(head_dim, v_dim)
     tiles = count_blocks(n_q, tile.block_q)
-    out, dout = aligned(result.out), aligned(dout)
-    rows = q.new_empty((2, n_batches, n_heads, tiles * tile.block_q), dtype=torch.float32)
+    minus_lse = q.new_empty((n_batches, n_heads, tiles * tile.block_q), dtype=torch.float32)
+    minus_delta = torch.empty_like(minus_lse)
     dq_shape = n_batches, n_heads, tiles, tile.block_q * tile.block_d
     dq = q.new_empty(dq_shape, dtype=torch.float32) if with_dq else None
-    lse_strides = None if dlse is None else dlse.stride()
-    launch = _start_launch(Kind.of(out), Kind.of(dout), lse_strides, head_dim, with_dq, scale, q.device)
-    minus_lse, minus_delta = rows.unbind()
     launch(out, dout, result.lse.contiguous(), dlse, minus_lse, minus_delta, dq)
-    return Started(minus_lse, minus_delta, dq, n_q, head_dim, dout.shape[3], scale, q.dtype)
+    return Started(minus_lse, minus_delta, dq, n_q, head_dim, v_dim, scale, q.dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -374,8 +375,10 @@ def _start_launch(
     with_dq: bool,
     scale: float,
     device: torch.device,
-) -> Launch:
-    """A launch of `_start_kernel`, by all that its form depends on."""
+) -> Launch | None:
+    """A launch of `_start_kernel`, by all that its form depends on; `None` where out or dout is not aligned."""
+    if not are_aligned(out, dout):
+        return None
     tile = backward_tile(head_dim, out.shape[3])
     n_batches, n_q, n_heads, v_dim = out.shape
     tiles = count_blocks(n_q, tile.block_q)
@@ -408,39 +411,75 @@ def backward(
     take_dkv: Callable[[], Sums],
 ) -> None:
     """As `reference.backward`, of tensors that are not empty. Sums of dK and dV: Note [Long sums] of launch.py."""
-    q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
+    sums = dk, dv, fresh = take_dkv()
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(dout))
-    block_k = backward_tile(q.shape[3], v.shape[3]).block_k
-    seen = seen_rows_of(visit, device)
-    dk, dv, fresh = take_dkv()
-    launches = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
+    with_dq = state.dq is not None
+    launches = _backward_launches(*kinds, dk.dtype, visit.mask.is_full, with_dq, fresh, scale, device)
+    if launches is None or are_odd(q, k, v, dout):
+        q, k, v, dout = map(aligned, (q, k, v, dout))
+        return backward(q, k, v, dout, state, visit, scale, take_dkv=lambda: sums)
     with sums_of(launches, dk, dv, contiguous=True) as (total_dk, total_dv):
-        for first_head, heads, low, high in launches:
-            add = not fresh or first_head > 0 or low > 0
-            launch = _backward_launch(
-                *kinds, total_dk.dtype, seen is not None, state.dq is not None, first_head, heads, add, scale, device
-            )
-            ranges = _query_ranges(visit, block_k, low, high, device)
-            rows = state.minus_lse, state.minus_delta
-            launch(q, k, v, dout, *rows, state.dq, total_dk, total_dv, ranges, seen)
+        for launch, low, high in launches:
+            ranges, seen = _backward_tables(launch, visit, low, high, device)
+            launch(q, k, v, dout, state.minus_lse, state.minus_delta, state.dq, total_dk, total_dv, ranges, seen)
+
+
+@keep_by_bytes(TABLE_BYTES)
+def _backward_tables(
+    launch: Launch, visit: Visit, low: int, high: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """What blocks of keys are seen by, of the query rows from `low` to `high`, and what single queries see.
+
+    Rows that see a block are both ends of tiles. All four are 0 where none does: a block that nothing adds to is still
+    written, from a tile that is there.
+    """
+    ranges = visit.query_ranges(launch.numbers["BLOCK_K"]).clamp(low, high)
+    ranges = torch.where(ranges[:, :1] == ranges[:, 3:], 0, ranges)
+    return to_device(ranges, device), seen_rows_of(visit, device)
 
 
 @lru_cache(maxsize=1024)
+def _backward_launches(
+    q: Kind,
+    k: Kind,
+    v: Kind,
+    dout: Kind,
+    sums: torch.dtype,
+    is_full: bool,
+    with_dq: bool,
+    fresh: bool,
+    scale: float,
+    device: torch.device,
+) -> tuple[tuple[Launch, int, int], ...] | None:
+    """A visit's launches, and the query rows `[low, high)` that each sums over; `None` where a tensor is not aligned.
+
+    Sums of dK and dV are in the dtype `sums`; where several launches add, in fp32.
+    """
+    if not are_aligned(q, k, v, dout):
+        return None
+    parts = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
+    sums = sums if len(parts) == 1 else torch.float32
+    found = []
+    for first_head, heads, low, high in parts:
+        add = not fresh or first_head > 0 or low > 0
+        launch = _backward_launch(q, k, v, dout, sums, with_dq, first_head, heads, add, scale)
+        found.append((launch, low, high))
+    return tuple(found)
+
+
 def _backward_launch(
     q: Kind,
     k: Kind,
     v: Kind,
     dout: Kind,
     sums: torch.dtype,
-    has_table: bool,
     with_dq: bool,
     first_head: int,
     heads: int,
     add: bool,
     scale: float,
-    device: torch.device,
 ) -> Launch:
-    """A launch of `backward_kernel` or `wide_backward_kernel`, by all that its form depends on."""
+    """A launch of `backward_kernel` or `wide_backward_kernel` that sums over `heads` heads of a key's."""
     tile = backward_tile(q.shape[3], v.shape[3])
     kernel = backward_kernel if tile.block_k == 128 else wide_backward_kernel
     n_batches, n_q, n_heads, head_dim = q.shape
@@ -507,16 +546,6 @@ def _finish_launch(
         "BLOCK_D": tile.block_d,
     }
     return Launch(_finish_kernel, (n_batches * n_heads * tiles,), {}, ("total", "dq"), numbers, num_warps=4)
-
-
-@lru_cache(maxsize=256)
-def _query_ranges(visit: Visit, block: int, low: int, high: int, device: torch.device) -> Tensor:
-    """Which of the query rows from `low` to `high`, both ends of tiles, see each block of keys.
-
-    All four are 0 where none does: a block that nothing adds to is still written, from a tile that is there.
-    """
-    ranges = visit.query_ranges(block).clamp(low, high)
-    return to_device(torch.where(ranges[:, :1] == ranges[:, 3:], 0, ranges), device)
 
 
 @lru_cache

@@ -6,13 +6,17 @@ wrong in bf16 as FlashAttention-2's. So one launch backward sums over LONGEST_SU
 memory, which rounds.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+import triton
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 from .plan import TABLE_BYTES, Visit, keep_by_bytes
 
@@ -36,8 +40,9 @@ class Launch:
     """A launch of a kernel that recurs with other tensors of the same kinds: grid, numbers and options are kept.
 
     Triton asks at every launch what each argument is, to find the form of the kernel that it compiled for that: most
-    of a launch's time on the host (73 us, and 26 without, on a machine with an H200). So the form is kept too. Whoever
-    keeps a launch keeps it for tensors that Triton takes for the same: kinds, and addresses in multiples of 16.
+    of a launch's time on the host (73 us, and 26 without, on a machine with an H200). So the form is kept too, and
+    where `_find_entry` knows the way, what Triton makes of the arguments: see `_Direct`. Whoever keeps a launch keeps it
+    for tensors that Triton takes for the same: kinds, and addresses in multiples of 16, on one device.
 
     Args:
         kernel: jitted; its arguments are tensors first, those of `boxes` first of all, then `numbers`.
@@ -55,17 +60,20 @@ class Launch:
         **options: Any,
     ):
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
-        self.boxes = [(type(box), vars(box)) for box in boxes.values()]
+        self.boxes = list(boxes.values())
         self.tensors, self.numbers, self.options = (*boxes, *tensors), numbers, options
         self.is_scheduled = False  # does it take a schedule?
         self.run: Callable[..., object] | None = None
+        self.direct: _Direct | None = None
         self.values: list[Any] = []
 
     def __call__(self, *tensors: Tensor | None) -> None:
+        if self.direct is not None and not _has_hooks():
+            self.direct(tensors)
+            return
         arguments: list[Any] = list(tensors)
-        for i, (kind, box) in enumerate(self.boxes):  # its constructor checks for longer than a launch may take
-            arguments[i] = descriptor = object.__new__(kind)
-            descriptor.__dict__ = {**box, "base": tensors[i]}
+        for i, box in enumerate(self.boxes):
+            arguments[i] = _descriptor_at(tensors[i], box)
         if self.run is not None:
             self.run(*arguments, *self.values)
             return
@@ -76,6 +84,113 @@ class Launch:
             assert tuple(names[: len(arguments)]) == self.tensors
             self.values = [self.numbers[name] for name in names[len(arguments) :]]
             self.run = form[self.grid]
+            entry = _find_entry(form, self.grid)
+            self.direct = None if entry is None else _Direct(form, entry, self.boxes, len(tensors), self.values)
+
+
+def _descriptor_at(base: Any, box: Any) -> Any:
+    """The descriptor `box` of memory. Its constructor checks for longer than a launch may take."""
+    descriptor = object.__new__(type(box))
+    descriptor.__dict__ = {**vars(box), "base": base}
+    return descriptor
+
+
+# Below Triton's Python -----------------------------------------------------------------------------------------------
+
+KEPT_MAPS = 1024  # of a launch's argument
+
+
+class _Direct:
+    """Launches as Triton does below its Python, with what it makes of every argument kept.
+
+    A tensor's address is all that changes from one launch to the next. One that goes by TMA has a map of 128 bytes made
+    of its address and the descriptor, which is copied at the launch (into a CUDA graph, too): a map is good again
+    whenever its address comes again, whatever lay there in between.
+    """
+
+    def __init__(self, form: Any, entry: "_Entry", boxes: list[Any], n_tensors: int, values: list[Any]):
+        self.enter = entry
+        self.maps: list[tuple[int, _Maps]] = []
+        self.arguments: list[Any] = []
+        for box, about in zip(boxes, _metadata_of_maps(form), strict=True):
+            self.maps.append((len(self.arguments), _Maps(box, about)))
+            self.arguments += [None, *box.shape, *box.strides]
+        places = [place for place, _ in self.maps]
+        rest = range(len(self.arguments), len(self.arguments) + n_tensors - len(boxes))
+        self.places = (*places, *rest)
+        self.arguments += [None] * len(rest) + values
+        active: Any = driver.active
+        self.device, self.stream_of = active.get_current_device(), active.get_current_stream
+
+    def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        arguments = self.arguments.copy()
+        for place, x in zip(self.places, tensors, strict=True):
+            if x is not None:
+                arguments[place] = x.data_ptr()
+        for place, maps in self.maps:
+            arguments[place] = maps[arguments[place]]
+        self.enter(self.stream_of(self.device), arguments)
+
+
+class _Maps(dict[int, Any]):
+    """By the address: what a kernel gets of a descriptor `box`."""
+
+    def __init__(self, box: Any, about: Any):
+        super().__init__()
+        self.box, self.about = box, about
+
+    def __missing__(self, address: int) -> Any:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        if len(self) >= KEPT_MAPS:
+            self.clear()
+        made, *_ = make_tensordesc_arg(_descriptor_at(_Address(address), self.box), self.about)  # shape and strides
+        self[address] = made
+        return made
+
+
+class _Address(NamedTuple):
+    """A tensor, as far as a descriptor sees it."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+_Entry = Callable[[int, list[Any]], object]
+
+
+def _find_entry(form: Any, grid: tuple[int, ...]) -> _Entry | None:
+    """The C function that launches a compiled form, of a stream and the arguments as the kernel gets them, or `None`
+    where Triton is of a version that has not been looked at, or has more to do at a launch than that."""
+    version, launcher = triton.__version__.split(".")[:2], cast(Any, getattr(form, "run", None))
+    if version not in (["3", "6"], ["3", "7"]) or type(launcher).__name__ != "CudaLauncher":
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size or None in _metadata_of_maps(form):
+        return None
+    enter = launcher.launch
+    if _metadata_of_maps(form):  # a function in Python that expands descriptors, for the one that it closes over
+        enter = inspect.getclosurevars(enter).nonlocals["launcher"]
+    ways = form.function, launcher.launch_cooperative_grid, launcher.launch_pdl
+    no_scratch, no_hooks = (None, None), (None, None, None)
+    if version == ["3", "6"]:
+        fixed = *ways, *no_scratch, form.packed_metadata, *no_hooks
+        return lambda stream, arguments: enter(*grid, stream, *fixed, *arguments)
+    fixed = *ways, form.packed_metadata, *no_hooks, *no_scratch, launcher.arg_annotations, launcher.kernel_signature
+    return lambda stream, arguments: enter(*grid, stream, *fixed, arguments)
+
+
+def _metadata_of_maps(form: Any) -> list[Any]:
+    """What a compiled form wants of its descriptors; `None` for one that it takes apart itself."""
+    return list(getattr(form.metadata, "tensordesc_meta", None) or ())
+
+
+def _has_hooks() -> bool:
+    """Does somebody watch launches (a profiler)? They go the public way then."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @lru_cache
@@ -105,13 +220,21 @@ def launches_of(rows: int, heads: int) -> list[tuple[int, int, int, int]]:
     ]
 
 
-@contextmanager
-def sums_of(launches: list, *results: Tensor, contiguous: bool = False) -> Iterator[tuple[Tensor, ...]]:
+def sums_of(
+    launches: Sequence[object], *results: Tensor, contiguous: bool = False
+) -> AbstractContextManager[tuple[Tensor, ...]]:
     """Where launches put their sums: the results themselves, or fp32 in their place when several launches add.
 
     When they must be `contiguous`, results that are not (some rows of several batches) are copied there and back.
     """
-    sums = results if len(launches) == 1 else tuple(x.to(torch.float32) for x in results)
+    if len(launches) == 1 and (not contiguous or all(x.is_contiguous() for x in results)):
+        return nullcontext(results)
+    return _sums_elsewhere(results, len(launches) > 1, contiguous)
+
+
+@contextmanager
+def _sums_elsewhere(results: tuple[Tensor, ...], add: bool, contiguous: bool) -> Iterator[tuple[Tensor, ...]]:
+    sums = tuple(x.to(torch.float32) for x in results) if add else results
     sums = tuple(x.contiguous() for x in sums) if contiguous else sums
     yield sums
     for result, total in zip(results, sums, strict=True):
@@ -126,14 +249,28 @@ def batches_of(x: Tensor) -> list[slice]:
 
 def aligned(x: Tensor) -> Tensor:
     """`x` itself where kernels and TMA can read it: unit stride in the head dim, the rest multiples of 16 bytes."""
-    good = x.data_ptr() % 16 == 0 and _are_aligned(x.shape, x.stride(), 16 // x.dtype.itemsize)
-    return x if good else x.clone(memory_format=torch.contiguous_format)
+    return x if are_aligned(Kind.of(x)) and not are_odd(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def are_aligned(*kinds: Kind) -> bool:
+    """Are tensors of these kinds `aligned`, but for their addresses?"""
+    return all(map(_is_aligned, kinds))
 
 
 @lru_cache(maxsize=1024)
-def _are_aligned(shape: torch.Size, strides: tuple[int, ...], unit: int) -> bool:
+def _is_aligned(kind: Kind) -> bool:
+    shape, strides, dtype = kind
     long = [stride for size, stride in zip(shape[:3], strides, strict=False) if size > 1]
+    unit = 16 // dtype.itemsize
     return strides[3] == 1 and all(s > 0 and s % unit == 0 for s in long) and (shape[1] == 1 or strides[1] < 2**23)
+
+
+def are_odd(*tensors: Tensor) -> bool:
+    """Is an address among theirs that is no multiple of 16?"""
+    addresses = 0
+    for x in tensors:
+        addresses |= x.data_ptr()
+    return addresses % 16 != 0
 
 
 def tma_strides(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:

@@ -7,7 +7,7 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 
 import torch
@@ -25,6 +25,7 @@ from .score import Scoring, make_head_words
 from .span import span
 
 BACKENDS = ("auto", "torch", "triton")
+_PLAIN_TYPES = frozenset((Tensor, Parameter))
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -89,9 +90,12 @@ def _prepare(
     seq_len: int,
     transport: str,
 ) -> tuple[Plan, comm.Transport | None]:
-    decoded = _decode(q, k, mask, documents, group, seq_len)
     if not group:
-        return plan_one(decoded, q.shape[1], k.shape[1]), None
+        lengths = q.shape[1], k.shape[1]
+        if documents is None:
+            return _plan_alone(tuple(mask), *lengths), None
+        return plan_one(_decode(mask, documents, group, *lengths), *lengths), None
+    decoded = _decode(mask, documents, group, seq_len, seq_len)
     process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
     laid_out = decode(layout_mask, layout_documents) if layout_mask else None
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -101,9 +105,14 @@ def _prepare(
     return plan, comm.make_transport(pick_transport(transport, process_group, q.device), process_group, q.device)
 
 
-def _decode(q: Tensor, k: Tensor, mask: Sequence[int], documents: Tensor | None, group: str, seq_len: int) -> Mask:
+@lru_cache(maxsize=256)
+def _plan_alone(mask: tuple[int, ...], query_len: int, key_len: int) -> Plan:
+    """The plan without a group, under a mask without documents: that is made of few numbers, so it is soon found."""
+    return plan_one(_decode(mask, None, "", query_len, key_len), query_len, key_len)
+
+
+def _decode(mask: Sequence[int], documents: Tensor | None, group: str, query_len: int, key_len: int) -> Mask:
     """The mask. Raises `ValueError` for documents that are no boundaries of this sequence."""
-    query_len, key_len = (seq_len, seq_len) if group else (q.shape[1], k.shape[1])
     decoded = decode(mask, documents, longest=query_len + key_len)  # no query and key are that far apart
     if decoded.cu_seqlens_q is not None and group:
         raise ValueError("ring_attention takes no mask with cu_seqlens_q: it is self-attention")
@@ -111,15 +120,17 @@ def _decode(q: Tensor, k: Tensor, mask: Sequence[int], documents: Tensor | None,
     return decoded
 
 
-def _as_given(x: Tensor) -> AbstractContextManager[None]:
-    """On the device of `x`, which may not be the current one, and in the dtypes chosen here, also under autocast."""
-    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return _switch(x) if elsewhere or torch.is_autocast_enabled(x.device.type) else nullcontext()
+def _as_given(x: Tensor, words: str) -> AbstractContextManager[object]:
+    """On the device of `x`, which may not be the current one, in the dtypes chosen here, also under autocast, and with
+    a name in profiles: see `span`."""
+    device = x.device
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return _switch(x, words) if elsewhere or torch.is_autocast_enabled(device.type) else span(words)
 
 
 @contextmanager
-def _switch(x: Tensor) -> Iterator[None]:
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+def _switch(x: Tensor, words: str) -> Iterator[None]:
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False), span(words):
         yield
 
 
@@ -143,13 +154,13 @@ def _attention(
     seq_len: int,
     transport: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """`(out, lse)` of this rank's queries, and the words that dropout goes by, for the backward pass. Arguments were
     checked by `attention.py`, but for what documents hold: that is checked here, and ranks are compared."""
     if group:
         process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
         try:
-            decoded = _decode(q, k, mask, documents, group, seq_len)
+            decoded = _decode(mask, documents, group, seq_len, seq_len)
             laid_out = decode(layout_mask, layout_documents) if layout_mask else None
             if laid_out is not None:
                 laid_out.check_fits(seq_len, seq_len)
@@ -169,15 +180,15 @@ def _attention(
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     head_words = _head_words(q, seed, group)
     scoring = _scoring(q, sinks, slopes, head_words, scale, softcap, dropout_p)
-    with _as_given(q), span("forward"):
+    with _as_given(q, "forward"):
         out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scoring)
     return out, lse, head_words
 
 
-def _head_words(q: Tensor, seed: Tensor | None, group: str) -> Tensor:
-    """The words of every head, int32 `(b, h, 2)` on q's device, from rank 0's seed; empty where nothing is dropped."""
+def _head_words(q: Tensor, seed: Tensor | None, group: str) -> Tensor | None:
+    """The words of every head, int32 `(b, h, 2)` on q's device, from rank 0's seed; `None` where nothing is dropped."""
     if seed is None:
-        return q.new_empty(0, dtype=torch.int32)
+        return None
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("dropout can't be captured in a CUDA graph: every replay would drop the same weights")
     if group:
@@ -190,16 +201,15 @@ def _scoring(
     q: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
-    head_words: Tensor,
+    head_words: Tensor | None,
     scale: float,
     softcap: float | None,
     dropout_p: float,
 ) -> Scoring:
-    wide = torch.promote_types(q.dtype, torch.float32)
     if slopes is not None:
-        slopes = slopes.to(wide).expand(q.shape[0], q.shape[2]).contiguous()
+        slopes = slopes.to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[0], q.shape[2]).contiguous()
     if sinks is not None:
-        sinks = sinks.to(wide).contiguous()
+        sinks = sinks.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
     return Scoring(scale, softcap, slopes, dropout_p, head_words if dropout_p else None, sinks)
 
 
@@ -208,7 +218,25 @@ def _shape_word(x: Tensor | None) -> str:
     return "none" if x is None else "x".join(map(str, (*x.shape, str(x.dtype).removeprefix("torch."))))
 
 
-attention = torch.library.custom_op("ringflash::attention", _attention, mutates_args=())
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes"
+_OPTIONS = (
+    "float scale, float? softcap, float dropout_p, SymInt[] mask, Tensor? documents, str backend, str group, "
+    "str layout, SymInt[] layout_mask, Tensor? layout_documents, SymInt seq_len, str transport, bool deterministic"
+)
+
+
+def _forward_tensors(*inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_attention`; without dropout, words are empty: an operator gives tensors."""
+    out, lse, head_words = _attention(*inputs)
+    return out, lse, out.new_empty(0, dtype=torch.int32) if head_words is None else head_words
+
+
+attention = torch.library.custom_op(
+    "ringflash::attention",
+    _forward_tensors,
+    mutates_args=(),
+    schema=f"({_TENSORS}, Tensor? seed, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @attention.register_fake
@@ -224,7 +252,7 @@ def _attention_backward(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    head_words: Tensor,
+    head_words: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -243,18 +271,30 @@ def _attention_backward(
     seq_len: int,
     transport: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)` of this rank's shards, and `dsinks` by its queries: empty where there are no sinks."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`(dq, dk, dv)` of this rank's shards, and `dsinks` by its queries where there are sinks."""
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     scoring = _scoring(q, sinks, slopes, head_words, scale, softcap, dropout_p)
-    with _as_given(q), span("backward"):
+    with _as_given(q, "backward"):
         dq, dk, dv, dsinks = ring.ring_backward(
             _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scoring
         )
-    return dq, dk, dv, q.new_empty(0) if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
+    return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 
 
-attention_backward = torch.library.custom_op("ringflash::attention_backward", _attention_backward, mutates_args=())
+def _backward_tensors(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `_attention_backward`; without sinks, `dsinks` is empty."""
+    dq, dk, dv, dsinks = _attention_backward(*inputs)
+    return dq, dk, dv, dq.new_empty(0) if dsinks is None else dsinks
+
+
+attention_backward = torch.library.custom_op(
+    "ringflash::attention_backward",
+    _backward_tensors,
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? head_words, {_TENSORS}, {_OPTIONS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @attention_backward.register_fake
@@ -263,46 +303,60 @@ def _(dout, dlse, out, lse, head_words, q, k, v, sinks, *_):
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, dsinks))
 
 
+_DOCUMENTS = 4, 9  # places of tensors among the options that follow the seed
+
+
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), *output)
-    ctx.options = tuple(None if isinstance(x, Tensor) else x for x in inputs)
+    q, k, v, sinks, slopes, _, *options = inputs
+    documents, layout_documents = (options[place] for place in _DOCUMENTS)
+    ctx.save_for_backward(q, k, v, sinks, slopes, documents, layout_documents, *output)
+    ctx.options = [None if place in _DOCUMENTS else x for place, x in enumerate(options)]
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(run, ctx, dout: Tensor | None, dlse: Tensor | None):
-    """Gradients of the inputs; `run` is the operator for the backward pass, or the function behind it."""
-    *tensors, out, lse, head_words = ctx.saved_tensors
-    q, k, v, sinks, slopes, _, *options = (y if x is None else x for x, y in zip(tensors, ctx.options, strict=True))
-    nothing = (None,) * (2 + len(options))
+def _differentiate(run, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v and sinks; `run` is the operator for the backward pass, or the function behind it."""
+    q, k, v, sinks, slopes, *documents, out, lse, head_words = ctx.saved_tensors
     if dout is None and dlse is None:
-        return None, None, None, None, *nothing
+        return None, None, None, None
     if dout is None:
         dout = torch.zeros_like(out)
+    options = ctx.options.copy()
+    for place, x in zip(_DOCUMENTS, documents, strict=True):
+        options[place] = x
     dq, dk, dv, dsinks = run(dout, dlse, out, lse, head_words, q, k, v, sinks, slopes, *options)
-    return dq, dk, dv, None if sinks is None else dsinks, *nothing
+    return dq, dk, dv, None if sinks is None else dsinks
 
 
 def _backward(ctx, dout, dlse, _):
-    return _differentiate(attention_backward, ctx, dout, dlse)
+    nothing = (None,) * (2 + len(ctx.options))
+    return *_differentiate(attention_backward, ctx, dout, dlse), *nothing
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _eager_backward(ctx, dout, dlse):
+    return *_differentiate(_attention_backward, ctx, dout, dlse), None
+
+
+_eager_backward_once = once_differentiable(_eager_backward)
+
+
 class _Eager(torch.autograd.Function):
-    """The operators' functions under autograd, without the operators: see `attend`."""
+    """The operators' functions under autograd, without the operators: see `attend`. What needs no gradient comes in one
+    tuple: every argument takes time."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _attention(*inputs)
-        _setup_context(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[2])
-        return output
+    def forward(ctx, q, k, v, sinks, others):
+        output = _attention(q, k, v, sinks, *others)
+        _setup_context(ctx, (q, k, v, sinks, *others), output)
+        return output[:2]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _differentiate(_attention_backward, ctx, dout, dlse)
+    def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        # what makes it once differentiable sets and resets modes: only where somebody may differentiate again
+        return (_eager_backward_once if torch.is_grad_enabled() else _eager_backward)(ctx, dout, dlse)
 
 
 def attend(*inputs) -> tuple[Tensor, Tensor]:
@@ -310,10 +364,10 @@ def attend(*inputs) -> tuple[Tensor, Tensor]:
     checkpointing, fake tensors), a subclass of Tensor. Else by the same functions without its dispatch, which takes
     the host several times as long as the launch of a kernel."""
     tensors = [x for x in inputs[:6] if x is not None]  # documents, the others, are ours
-    if torch.compiler.is_compiling() or _is_watched() or any(type(x) not in (Tensor, Parameter) for x in tensors):
+    if torch.compiler.is_compiling() or _is_watched() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
         return attention(*inputs)[:2]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _Eager.apply(*inputs)[:2]  # pyright: ignore[reportReturnType]
+        return _Eager.apply(*inputs[:4], inputs[4:])  # pyright: ignore[reportReturnType]
     return _attention(*inputs)[:2]
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
 from itertools import product
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -150,6 +150,13 @@ class Plan:
     def most_rows(self) -> int:
         """Of any rank."""
         return max(self.rows)
+
+    @property
+    def own_visit(self) -> Visit:
+        """The visit to the rank's own shard."""
+        visit = self.visits[0]
+        assert visit is not None
+        return visit
 
     def source(self, step: int) -> int:
         return source_rank(self.rank, step, self.world_size)
@@ -337,22 +344,27 @@ def _ordered(begin: Tensor, full_begin: Tensor, full_end: Tensor, end: Tensor) -
     return torch.stack([begin, full_begin, full_end, end], dim=1).to(torch.int32)
 
 
-def keep_by_bytes(limit: int) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """As `lru_cache`, for tensors that may be large: keeps `limit` bytes of results, and always the latest.
+Kept = TypeVar("Kept", bound="Tensor | tuple[object, ...]")
+
+
+def keep_by_bytes(limit: int) -> Callable[[Callable[..., Kept]], Callable[..., Kept]]:
+    """As `lru_cache`, for tensors that may be large, or tuples with some: keeps `limit` bytes of results, and always
+    the latest.
 
     A small one counts as 64 KiB, so that few are kept of those too.
     """
 
-    def decorate(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        kept: OrderedDict[Hashable, Tensor] = OrderedDict()
+    def decorate(make: Callable[..., Kept]) -> Callable[..., Kept]:
+        kept: OrderedDict[Hashable, Kept] = OrderedDict()
         lock = Lock()
         total = 0
 
-        def cost(x: Tensor) -> int:
-            return max(x.nbytes, 2**16)
+        def cost(result: Kept) -> int:
+            members = result if isinstance(result, tuple) else (result,)
+            return max(sum(x.nbytes for x in members if isinstance(x, Tensor)), 2**16)
 
         @wraps(make)
-        def cached(*key: Hashable) -> Tensor:
+        def cached(*key: Hashable) -> Kept:
             nonlocal total
             with lock:
                 if (found := kept.get(key)) is not None:

@@ -65,6 +65,11 @@ class Backend(NamedTuple):
     finish_backward: FinishBackward
 
 
+def empty_like(x: Tensor) -> Tensor:
+    """Contiguous, of the shape and dtype of `x`: at half the time of `new_empty` on the host."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def ring_forward(
     backend: Backend,
     plan: Plan,
@@ -75,9 +80,14 @@ def ring_forward(
     scoring: Scoring,
 ) -> Partial:
     """Attention of this rank's queries over the whole sequence: `out (b, s, h, d_v)` in q's dtype, `lse (b, h, s)`."""
-    groups = comm.grouped(plan, k, v)
     b, s, h, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
+    if plan.hops == 0:
+        out = empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty((b, s, h, v.shape[3]))
+        total = Partial(out, q.new_empty((b, h, s), dtype=wide))
+        backend.forward(q, k, v, plan.own_visit, scoring, into=total, first=True)
+        return total
+    groups = comm.grouped(plan, k, v)
     total = Partial(
         out=q.new_empty((b, s, h, v.shape[3]), dtype=q.dtype if len(groups) == 1 else wide),
         lse=q.new_empty((b, h, s), dtype=wide),
@@ -107,6 +117,10 @@ def ring_backward(
         dlse = dlse.masked_fill(result.lse == NEG_INF, 0.0)
     state = backend.start_backward(q, result, dout, dlse, scoring, sums)
     dsinks = None if scoring.sinks is None else sinks_gradient(result.lse, state.delta, scoring.sinks)
+    if plan.hops == 0:
+        own = Sums(empty_like(k), empty_like(v), fresh=True)
+        backend.backward(q, k, v, dout, state, plan.own_visit, scoring, take_dkv=lambda: own, first=True)
+        return backend.finish_backward(state), own.dk, own.dv, dsinks
     halves = comm.halved(plan, k, v, sums)
     gradients = comm.Gradients(plan, halves, k, v, sums, transport)
     first = True

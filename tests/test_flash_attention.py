@@ -239,6 +239,15 @@ def test_a_second_derivative_is_refused_not_wrong():
         torch.autograd.grad(dq.sum(), q)
 
 
+def test_boundaries_changed_before_the_backward_pass_are_noticed():
+    q, k, v = (x.requires_grad_() for x in random_inputs(1, 12, 2, 16)[:3])
+    boundaries = torch.tensor([0, 5, 12])
+    out = flash_attention(q, k, v, cu_seqlens=boundaries)
+    boundaries[1] = 7
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def strided(x: Tensor) -> Tensor:
     """Every second element of a wider tensor: no dimension is dense."""
     wide = torch.full([2 * n for n in x.shape], float("nan"), dtype=x.dtype)

@@ -268,3 +268,16 @@ def test_tables_are_kept_up_to_a_number_of_bytes_the_latest_used_longest():
     table("small 1", 1)
     table("small 0", 1)
     assert made[5:] == [*(f"small {index}" for index in range(17)), "small 0"]
+
+
+def test_tables_kept_together_count_together():
+    made = []
+
+    @keep_by_bytes(2**20)
+    def tables(name: str) -> tuple[str, Tensor, None, Tensor]:
+        made.append(name)
+        return name, torch.empty(2**18, dtype=torch.uint8), None, torch.empty(2**18, dtype=torch.uint8)
+
+    for name in ("a", "b", "a", "c", "a", "b"):
+        assert tables(name)[0] == name
+    assert made == ["a", "b", "c", "b"]
