@@ -41,8 +41,8 @@ class Launch:
 
     Triton asks at every launch what each argument is, to find the form of the kernel that it compiled for that: most
     of a launch's time on the host (73 us, and 26 without, on a machine with an H200). So the form is kept too, and
-    where `_find_entry` knows the way, what Triton makes of the arguments: see `_Direct`. Whoever keeps a launch keeps it
-    for tensors that Triton takes for the same: kinds, and addresses in multiples of 16, on one device.
+    where `_find_entry` knows the way, what Triton makes of the arguments: see `_Direct`. Whoever keeps a launch keeps
+    it for tensors that Triton takes for the same: kinds, and addresses in multiples of 16, on one device.
 
     Args:
         kernel: jitted; its arguments are tensors first, those of `boxes` first of all, then `numbers`.
