@@ -235,19 +235,18 @@ def _load_slope(slopes, head, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def _load_head_words(head_words, head, DROP: tl.constexpr):
-    """The two words of a head, counted over batches: see score.py, Note [Which weights are dropped]."""
-    word_a, word_b = 0, 0
+def _load_head_word(head_words, head, DROP: tl.constexpr):
+    """The word of a head, counted over batches: see score.py, Note [Which weights are dropped]."""
+    word = 1
     if DROP:
-        word_a = tl.load(head_words + head * 2) & -2
-        word_b = tl.load(head_words + head * 2 + 1)
-    return word_a, word_b
+        word = tl.load(head_words + head)
+    return word
 
 
 @triton.jit
-def _kept(row_words, key_words, word_b, drop_below):
-    """See `score.kept`; the arguments broadcast."""
-    return row_words * key_words + word_b >= drop_below
+def _kept(row_words, key_words, drop_below):
+    """See `score.kept`; the arguments broadcast. The head's word is in those of rows or in those of keys."""
+    return row_words * key_words >= drop_below
 
 
 @triton.jit
@@ -285,7 +284,7 @@ def _see_sink(sink, row_max, row_sum):
 def _attend(
     q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    positions_by_tile, words_by_tile, base, query, row_words, word_b, slope, cap_log2, drop_below, n_q, n_k,
+    positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
@@ -305,7 +304,7 @@ def _attend(
     )
     if DROP:
         key_words = _load_entries(words_by_tile, n_q + row, n_q + n_k, BLOCK_K)
-        p = _sign(p, _kept(row_words[:, None], key_words[None, :], word_b, drop_below))
+        p = _sign(p, _kept(row_words[:, None], key_words[None, :], drop_below))
         p = tl.maximum(p, 0.0)  # chosen in fp32: LLVM would make `where(kept, p, 0)` in bf16, five instructions a score
     # [Q, K] @ [K, DV] -> [Q, DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
@@ -342,8 +341,7 @@ def _forward_kernel(
     any_head = batch.to(tl.int64) * tl.num_programs(1) + head  # counted over batches
     base = _load_base(positions, row_q)
     query = (_load_entries(positions, row_q, n_q, BLOCK_Q) - base).to(tl.float32)
-    word_a, word_b = _load_head_words(head_words, any_head, DROP)
-    row_words = _load_entries(words, row_q, n_q, BLOCK_Q) ^ word_a
+    row_words = _load_entries(words, row_q, n_q, BLOCK_Q) * _load_head_word(head_words, any_head, DROP)
     slope = _load_slope(slopes, any_head, ALIBI)
 
     tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_K)
@@ -351,7 +349,7 @@ def _forward_kernel(
         acc, row_max, row_sum = _attend(
             q_tile, k, v, acc, row_max, row_sum, None, None, batch, kv_head, full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions_by_tile, words_by_tile, base, query, row_words, word_b, slope, cap_log2, drop_below, n_q, n_k,
+            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
     first, last = _load_seen(seen_rows, rows_q, n_q, n_q, n_k)
@@ -360,7 +358,7 @@ def _forward_kernel(
         acc, row_max, row_sum = _attend(
             q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions_by_tile, words_by_tile, base, query, row_words, word_b, slope, cap_log2, drop_below, n_q, n_k,
+            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
 
@@ -422,7 +420,7 @@ def _delta_kernel(
 def _dq_step(
     q_tile, dout_tile, k, v, dq, lse_rows, delta_rows, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    positions_by_tile, words_by_tile, base, query, row_words, word_b, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
+    positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
@@ -445,7 +443,7 @@ def _dq_step(
     dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)  # [Q, DV] @ [DV, K] -> [Q, K]
     if DROP:
         key_words = _load_entries(words_by_tile, n_q + row, n_q + n_k, BLOCK_K)
-        dp = tl.where(_kept(row_words[:, None], key_words[None, :], word_b, drop_below), dp, 0.0) * keep_scale
+        dp = tl.where(_kept(row_words[:, None], key_words[None, :], drop_below), dp, 0.0) * keep_scale
     ds = p * (dp - delta_rows[:, None])
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)  # [Q, K] @ [K, D] -> [Q, D]
 
@@ -484,8 +482,7 @@ def _dq_kernel(
     head_rows = any_head * n_q
     base = _load_base(positions, row_q)
     query = (_load_entries(positions, row_q, n_q, BLOCK_Q) - base).to(tl.float32)
-    word_a, word_b = _load_head_words(head_words, any_head, DROP)
-    row_words = _load_entries(words, row_q, n_q, BLOCK_Q) ^ word_a
+    row_words = _load_entries(words, row_q, n_q, BLOCK_Q) * _load_head_word(head_words, any_head, DROP)
     slope = _load_slope(slopes, any_head, ALIBI)
     lse_rows = tl.load(lse + head_rows + rows_q, mask=in_rows, other=float("inf")) * LOG2E
     delta_rows = tl.load(delta + head_rows + rows_q, mask=in_rows, other=0.0)
@@ -497,7 +494,7 @@ def _dq_kernel(
             q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, None, None, batch, kv_head,
             full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions_by_tile, words_by_tile, base, query, row_words, word_b, slope, cap_log2, drop_below, keep_scale,
+            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, keep_scale,
             n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
@@ -507,7 +504,7 @@ def _dq_kernel(
         acc = _dq_step(
             q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions_by_tile, words_by_tile, base, query, row_words, word_b, slope, cap_log2, drop_below, keep_scale,
+            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, keep_scale,
             n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
@@ -548,9 +545,9 @@ def _dkv_step(
         p = tl.where(_within(key_row[:, None], first[None, :], last[None, :]), p, 0.0)
     weights = p
     if DROP:
-        word_a, word_b = _load_head_words(head_words, any_head, DROP)
-        row_words = _load_entries(words_by_tile, row, n_q, BLOCK_Q) ^ word_a
-        p = _sign(p, _kept(row_words[None, :], key_words[:, None], word_b, drop_below))
+        key_words *= _load_head_word(head_words, any_head, DROP)
+        row_words = _load_entries(words_by_tile, row, n_q, BLOCK_Q)
+        p = _sign(p, _kept(row_words[None, :], key_words[:, None], drop_below))
         weights = tl.maximum(p, 0.0)  # keep_scale comes at the end
     weights = weights.to(dout_tile.dtype)
     if CAP is not None:
@@ -733,15 +730,22 @@ def kernel_of(
     capability: tuple[int, int],
     *,
     plain: bool = True,
+    alibi: bool = False,
 ) -> Kernels:
     """The kernels that a pass gets: a pure function, so every rank makes the same choice.
 
-    "hopper" (compute capability 9.0, fp16 and bf16) up to head dim 256. Its backward adds to dQ in whatever order
-    programs come: a deterministic pass takes dQ from the portable kernel (see `Ordered`). And it knows scores that are
-    `plain` alone: a scale and no more.
+    "hopper" (compute capability 9.0, fp16 and bf16) up to head dim 256; up to 128 where scores are not `plain`, a scale
+    and no more; never with `alibi`. Its backward adds to dQ in whatever order programs come: a deterministic pass takes
+    dQ from the portable kernel (see `Ordered`).
     """
-    fits = capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and max(head_dim, v_dim) <= 256
-    return "hopper" if HAS_GLUON and fits and plain else "portable"
+    fits = capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and not alibi
+    return "hopper" if HAS_GLUON and fits and max(head_dim, v_dim) <= (256 if plain else 128) else "portable"
+
+
+def _kernel_of(which: Literal["forward", "backward"], q: Tensor, v: Tensor, scoring: Scoring) -> Kernels:
+    dims, capability = (q.shape[3], v.shape[3]), capability_of(q.device)
+    alibi = scoring.slopes is not None
+    return kernel_of(which, *dims, q.dtype, capability, plain=scoring.is_plain, alibi=alibi)
 
 
 class Started(NamedTuple):
@@ -789,11 +793,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
             total = Partial(into.out[part], into.lse[part])
             forward(q[part], k[part], v[part], visit, scoring.of(part), total, first)
         return
-    kernel = kernel_of("forward", q.shape[3], v.shape[3], q.dtype, capability_of(q.device), plain=scoring.is_plain)
-    if kernel == "hopper":
+    if _kernel_of("forward", q, v, scoring) == "hopper":
         from . import hopper_kernel
 
-        hopper_kernel.forward(q, k, v, visit, scoring.scale, scoring.sinks if first else None, into, first)
+        hopper_kernel.forward(q, k, v, visit, scoring, into, first)
     else:
         _forward(q, k, v, visit, scoring, into, first)
 
@@ -809,12 +812,11 @@ def start_backward(
     deterministic: bool = False,
 ) -> State:
     """What the visits of a backward pass share. As `reference.start_backward`."""
-    dims, hopper = (q.shape[3], dout.shape[3]), None
-    kernel = kernel_of("backward", *dims, q.dtype, capability_of(q.device), plain=scoring.is_plain)
-    if kernel == "hopper" and q.numel():
+    hopper = None
+    if q.numel() and _kernel_of("backward", q, dout, scoring) == "hopper":
         from . import hopper_kernel
 
-        hopper = hopper_kernel.start_backward(q, result, dout, dlse, scoring.scale, with_dq=not deterministic)
+        hopper = hopper_kernel.start_backward(q, result, dout, dlse, scoring, with_dq=not deterministic)
         if not deterministic:
             return hopper
     dq = torch.empty(q.shape, dtype=sums, device=q.device)
@@ -853,7 +855,7 @@ def backward(
         if isinstance(state, Ordered):
             _backward_dq(q, k, v, dout, state.portable, visit, scoring, first)
             state = state.hopper
-        hopper_kernel.backward(q, k, v, dout, state, visit, scoring.scale, take_dkv)
+        hopper_kernel.backward(q, k, v, dout, state, visit, scoring, take_dkv)
 
 
 def finish_backward(state: State) -> Tensor:

@@ -5,14 +5,15 @@
 
 Note [Which weights are dropped]. A weight is kept or not by a hash of (seed, batch, head, query position, key position)
 alone, so every world size, layout and backend drops the same ones, and the backward pass the ones that the forward pass
-dropped, with nothing stored. Everything is mixed before it comes to a pair: a head has two words, `a` even, and each
-query and each key position an odd one, no two the same. A weight is kept where
+dropped, with nothing stored. Everything is mixed before it comes to a pair: each head has an odd word of 32 bits, and
+so has each query and each key position, no two the same. A weight is kept where
 
-    (query word ^ a) * key word + b    (32 bits, signed)
+    head's word * query's word * key's word    (32 bits, signed)
 
-is no less than a threshold. Multiplied by an odd word, odd words are permuted, so of every query and of every key the
-expected share is dropped; `b` makes any two weights of a head independent; `a` under the multiplication gives each head
-a pattern of its own. Probabilities are multiples of 2^-32. `local_kernel.py` says the same in Triton.
+is no less than a threshold. That is one multiplication a weight: the head's comes to the side that is made more rarely.
+Multiplied by an odd word, odd words are permuted, so of every query and of every key the expected share is dropped, and
+no head's pattern says anything of another's. Probabilities are multiples of 2^-31. `local_kernel.py`,
+`hopper_forward.py` and `hopper_backward.py` say the same.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ class Scoring(NamedTuple):
     softcap: float | None = None
     slopes: Tensor | None = None  # ALiBi: fp32 or fp64 (b, h)
     dropout_p: float = 0.0
-    head_words: Tensor | None = None  # where weights are dropped: int32 (b, h, 2), see `make_head_words`
+    head_words: Tensor | None = None  # where weights are dropped: int32 (b, h), see `make_head_words`
     sinks: Tensor | None = None  # fp32 or fp64 (h,), contiguous: one more key's score, for the first visit alone
 
     @property
@@ -58,12 +59,11 @@ def threshold(dropout_p: float) -> int:
 
 
 def make_head_words(seed: Tensor, batch: int, heads: int) -> Tensor:
-    """Two words of each head, int32 `(batch, heads, 2)`, from a seed, int64 `(1,)`, on its device."""
+    """The word of each head, int32 `(batch, heads)`, odd, from a seed, int64 `(1,)`, on its device."""
     head = torch.arange(batch * heads, device=seed.device)
     low = _mix(_mix(seed & WORD) ^ head)
     high = _mix(_mix((seed >> 32 & WORD) ^ 0x9E3779B9) + low & WORD)
-    words = torch.stack([_mix(high ^ _mix(head)), low], dim=1).reshape(batch, heads, 2)
-    return _signed(words).to(torch.int32)
+    return _signed(_mix(high ^ _mix(head)) | 1).to(torch.int32).reshape(batch, heads)
 
 
 def make_words(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,12 +75,11 @@ def kept(head_words: Tensor, query_words: Tensor, key_words: Tensor, drop_below:
     """Boolean `(..., queries, keys)`: which weights are kept. See Note [Which weights are dropped].
 
     Args:
-        head_words: int32 `(..., 2)`, of `make_head_words`.
+        head_words: int32, of `make_head_words`.
         query_words, key_words: int32 `(queries,)` and `(keys,)`, of `make_words`.
         drop_below: see `threshold`.
     """
-    word_a, word_b = head_words[..., None, None, :].unbind(-1)  # (..., 1, 1)
-    return (query_words[:, None] ^ word_a & -2) * key_words + word_b >= drop_below
+    return head_words[..., None, None] * query_words[:, None] * key_words >= drop_below
 
 
 def _mix(x: Tensor, word: int = WORD) -> Tensor:

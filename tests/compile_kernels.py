@@ -20,6 +20,7 @@ from ringflash.local_kernel import Tile
 from ringflash.mask import Mask
 from ringflash.merge import Partial, Sums
 from ringflash.plan import plan_one
+from ringflash.score import Scoring
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 KERNELS = {
@@ -153,6 +154,8 @@ def compile_hopper(
     full: bool = False,
     without_dq: bool = False,
     sinks: bool = False,
+    softcap: bool = False,
+    dropout: bool = False,
 ) -> Compiled:
     """Compile the Hopper kernel "forward" or "backward" for what its launcher passes; options as `compile_kernel`."""
     sums = torch.float32 if accumulate else dtype
@@ -161,21 +164,22 @@ def compile_hopper(
     total = Partial(dout.to(sums), torch.zeros(2, 4, 64))
     visit = plan_one(Mask() if full else Mask(right=0), 64, 64).visits[0]
     assert visit is not None
+    head_words = torch.zeros(2, 4, dtype=torch.int32) if dropout else None
+    scoring = Scoring(0.1, 30.0 if softcap else None, None, 0.1, head_words, torch.zeros(4) if sinks else None)
     recorder = Recorder()
     forget_launches()
     kernels = dict.fromkeys(("forward_kernel", "backward_kernel", "wide_backward_kernel"), recorder)
     with patch.multiple(hopper_kernel, **kernels):
         if kernel == "forward":
             function = FORWARD_KERNEL
-            sink = torch.zeros(4) if sinks else None
-            hopper_kernel.forward(q, k, v, visit, 0.1, sink, into=total, first=not accumulate)
+            hopper_kernel.forward(q, k, v, visit, scoring, into=total, first=not accumulate)
         else:
             function = BACKWARD_KERNEL if max(dim, v.shape[3]) <= 128 else WIDE_BACKWARD_KERNEL
             rows = torch.zeros(2, 4, 128)
             dq = None if without_dq else torch.zeros(2, 4, 1, 1)
-            state = hopper_kernel.Started(rows, rows, dq, 64, dim, v.shape[3], 0.1, dtype)
+            state = hopper_kernel.Started(rows, rows, dq, 64, dim, v.shape[3], 0.1, 1.0, dtype)
             dkv = k.to(sums), v.to(sums)
-            hopper_kernel.backward(q, k, v, dout, state, visit, 0.1, lambda: Sums(*dkv, fresh=not accumulate))
+            hopper_kernel.backward(q, k, v, dout, state, visit, scoring, lambda: Sums(*dkv, fresh=not accumulate))
     arguments = recorder.arguments
     options = {name: arguments.pop(name) for name in ("num_warps", "maxnreg")}
     assert set(arguments) == set(function.arg_names)
