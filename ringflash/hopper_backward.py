@@ -14,7 +14,8 @@ Legend: scores lie transposed, keys by queries. Products are written with their 
 head dims. `lse` and `delta` are those rows, fp32, negated as above. Names that end in `_s` lie in shared memory:
 
     k_s (1, BLOCK_K, BLOCK_D), v_s (BLOCK_K, BLOCK_DV)  kv_full     once a program
-    q_s (STAGES, BLOCK_Q, BLOCK_D), lse_s, seen_s       q_full      one barrier a stage
+    q_s (STAGES, BLOCK_Q, BLOCK_D)                      q_full      one barrier a stage
+    lse_s, seen_s, words_s (STAGES, BLOCK_Q), head_s    q_full
     dout_s (STAGES, BLOCK_Q, BLOCK_DV), delta_s         dout_full   one a stage
                                                         free        one a stage, of all of these
     ds_s (STAGES + 1, BLOCK_K, BLOCK_Q)                 ds_full     one a slot, of both consumers' halves
@@ -23,6 +24,10 @@ with axes of length 1 for batch and head, as descriptors have them. `stage` and 
 which of its uses a barrier counts, 0 or 1. `tile` counts the tiles of a head, `place` those of all heads, batch after
 batch. `home` counts the rows of D that dK has, up to the first of this batch and head. `tiles` are those that see the
 keys, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)` need the mask.
+
+Softcap and dropout are there where `cap` and `words` are. Under a cap scores start at 0, and `-lse` comes, in base 2,
+after it. Of dropped weights the sign says so, from P's rounding to that of dS. `1 / (1 - dropout_p)` is in `delta` and
+in what sums are multiplied by at the end, not in weights.
 """
 
 import math
@@ -38,10 +43,12 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_forward import _layout_of_rows, _load_tiles, _next_stage
+from .hopper_forward import _cap, _layout_of_rows, _load_tiles, _next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
 NUMBERS = ["n_q", "n_k", "n_blocks", "n_tiles_q", "kv_heads", "kv_together", "heads_per_kv", "first_head", "heads"]
+NUMBERS += ["drop_below"]
+HIDDEN = gl.constexpr(-1e18)  # a capped score of what is not seen: its weight is 0, its derivative is not infinite
 
 
 # Verbs --------------------------------------------------------------------------------------------------------------
@@ -93,15 +100,15 @@ def _next_tile(tile, place, first, stop, n_tiles_q):
 
 
 @gluon.jit
-def _mask(scores, key, seen_s, stage, n_k, HAS_TABLE: gl.constexpr, layout: gl.constexpr):
-    """-inf where a query does not see a key: outside its range of key rows, or past the end where all are seen."""
+def _mask(scores, key, seen_s, stage, n_k, HAS_TABLE: gl.constexpr, UNSEEN: gl.constexpr, layout: gl.constexpr):
+    """UNSEEN where a query does not see a key: outside its range of key rows, or past the end where all are seen."""
     if HAS_TABLE:
         first = seen_s.index(2 * stage).load(gl.SliceLayout(0, layout))
         count = seen_s.index(2 * stage + 1).load(gl.SliceLayout(0, layout)) - first
         since_first = (key[:, None] - first[None, :]).to(gl.uint32, bitcast=True)
-        scores = gl.where(since_first < count[None, :].to(gl.uint32, bitcast=True), scores, float("-inf"))
+        scores = gl.where(since_first < count[None, :].to(gl.uint32, bitcast=True), scores, UNSEEN)
     else:
-        scores = gl.where((key < n_k)[:, None], scores, float("-inf"))
+        scores = gl.where((key < n_k)[:, None], scores, UNSEEN)
     return scores
 
 
@@ -111,6 +118,49 @@ def _zero(stage):
 
     (K's addresses for dQ kept 14 in one of the warpgroups, for which others were spilled.)"""
     return stage >> 8
+
+
+@gluon.jit
+def _weigh(
+    scores, unit, minus_lse, row_words, key_words, drop_below,
+    dtype: gl.constexpr, CAP: gl.constexpr, DROP: gl.constexpr,
+):  # fmt: skip
+    """`(weights, p)`: weights as dV takes them, rounded, 0 where they are dropped; and what dP is to be multiplied by,
+    negative where they are. The arguments broadcast. Under a cap `scores` are those of `_cap`, and their derivative is
+    in `p`. The head's word is in those of keys: score.py, Note [Which weights are dropped].
+
+    Pair by pair: step by step, as LLVM has it, more is under way at once than registers hold."""
+    PAIR: gl.constexpr = (
+        "{.reg .f32 a, b, c, d; .reg .b32 hash; .reg .pred dropped;"
+        " fma.rn.f32 a, $3, $5, $7; fma.rn.f32 b, $4, $6, $8; ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b; "
+    )
+    if DROP:
+        SIGNS: gl.constexpr = (
+            "mul.lo.s32 hash, $9, $11; setp.lt.s32 dropped, hash, $13; @dropped neg.f32 a, a;"
+            " mul.lo.s32 hash, $10, $12; setp.lt.s32 dropped, hash, $14; @dropped neg.f32 b, b; "
+        )
+    else:
+        SIGNS: gl.constexpr = ""
+    if CAP:
+        SLOPES: gl.constexpr = (
+            "neg.f32 c, $3; neg.f32 d, $4; fma.rn.f32 c, c, $3, 0f3F800000; fma.rn.f32 d, d, $4, 0f3F800000;"
+            " mul.f32 $1, a, c; mul.f32 $2, b, d; "
+        )
+    else:
+        SLOPES: gl.constexpr = "mov.f32 $1, a; mov.f32 $2, b; "
+    PLACES: gl.constexpr = "=&r,=&r,=&r" + ",r" * 12
+    values = [scores, unit, minus_lse, row_words, key_words, drop_below]
+    if dtype == gl.bfloat16:
+        weights, p = gl.inline_asm_elementwise(
+            PAIR + SIGNS + SLOPES + "cvt.rn.relu.bf16x2.f32 $0, b, a;}", PLACES, values,
+            dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        weights, p = gl.inline_asm_elementwise(
+            PAIR + SIGNS + SLOPES + "cvt.rn.relu.f16x2.f32 $0, b, a;}", PLACES, values,
+            dtype=(gl.float16, gl.float32), is_pure=True, pack=2,
+        )  # fmt: skip
+    return weights, p
 
 
 @gluon.jit
@@ -126,37 +176,62 @@ def _start_dq(ds, k_s, zero_dq, WHO: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_
 
 @gluon.jit
 def _step(
-    stages, masked, place_before, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, zero_dq,
+    stages, masked, place_before, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, cap_scale, key_words, drop_below,
+    zero_dq, zero_scores,
     WHO: gl.constexpr, FIRST: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     s_layout: gl.constexpr, dk_layout: gl.constexpr, dv_layout: gl.constexpr, dq_layout: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries: adds to dK and dV, leaves its dS, and adds dQ of the tile before it, unless it is FIRST."""
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s = buffers
     _, q_full, dout_full, ds_full, free = barriers
     stage, phase, slot, slot_phase, slot_before, slot_phase_before = stages
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
+    UNSEEN: gl.constexpr = float("-inf") if cap_scale is None else HIDDEN
     k_mine = k_s.index(0).reshape([BLOCK_K, BLOCK_D]).slice(WHO * KEYS, KEYS, 0)
     v_mine = v_s.reshape([BLOCK_K, BLOCK_DV]).slice(WHO * KEYS, KEYS, 0)
     q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
     dout_tile = dout_s.index(stage).reshape([BLOCK_Q, BLOCK_DV])
     mbarrier.wait(q_full.index(stage), phase)
-    minus_lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
-    scores = minus_lse[None, :].broadcast_to([KEYS, BLOCK_Q])
-    scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), scores, is_async=True)  # [K, D] @ [D, Q] -> [K, Q]
+    if cap_scale is None:  # [K, D] @ [D, Q] -> [K, Q]
+        minus_lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
+        scores = minus_lse[None, :].broadcast_to([KEYS, BLOCK_Q])
+        scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), scores, is_async=True)
+    else:
+        scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), zero_scores, use_acc=False, is_async=True)
     mbarrier.wait(dout_full.index(stage), phase)
     minus_delta = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
     dp = minus_delta[None, :].broadcast_to([KEYS, BLOCK_Q])
     dp = warpgroup_mma(v_mine, dout_tile.permute((1, 0)), dp, is_async=True)  # [K, DV] @ [DV, Q] -> [K, Q]
     scores = warpgroup_mma_wait(1, deps=[scores])
+    if cap_scale is not None:
+        scores = _cap(scores, cap_scale)
     if masked:
-        scores = _mask(scores, key, seen_s, stage, n_k, HAS_TABLE, s_layout)
-    p = gl.exp2(scores * scale_log2)
-    p_narrow = gl.convert_layout(p.to(q_s.dtype), gl.DotOperandLayout(0, dv_layout, 2))
+        scores = _mask(scores, key, seen_s, stage, n_k, HAS_TABLE, UNSEEN, s_layout)
+    if cap_scale is None and words_s is None:
+        p = gl.exp2(scores * scale_log2)
+        p_narrow = p.to(q_s.dtype)
+    else:
+        minus_lse = 0.0
+        row_words = 0
+        if cap_scale is not None:
+            minus_lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))[None, :]
+        if words_s is not None:
+            row_words = words_s.index(stage).load(gl.SliceLayout(0, s_layout))[None, :]
+            key_words *= head_s.index(stage).load(gl.SliceLayout(1, s_layout))
+        p_narrow, p = _weigh(
+            scores, scale_log2, minus_lse, row_words, key_words[:, None], drop_below, q_s.dtype,
+            cap_scale is not None, words_s is not None,
+        )  # fmt: skip
+    p_narrow = gl.convert_layout(p_narrow, gl.DotOperandLayout(0, dv_layout, 2))
     dv = warpgroup_mma(p_narrow, dout_tile, dv, is_async=True)  # [K, Q] @ [Q, DV] -> [K, DV]
     dp = warpgroup_mma_wait(1, deps=[dp])
+    if words_s is not None:
+        minus_delta = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
+        dp = gl.where(p > 0, dp, minus_delta[None, :].broadcast_to([KEYS, BLOCK_Q]))
+        p = gl.abs(p)
     ds = (p * dp).to(q_s.dtype)
     if WITH_DQ:
         ds_s.index(slot).slice(WHO * KEYS, KEYS, 0).store(ds)
@@ -202,12 +277,12 @@ def _write(
 @gluon.jit
 def _consumer(
     WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, home, first_row, n_k, kv_heads, n_tiles_q,
-    first_head, heads, scale,
+    first_head, heads, scale, cap, cap_scale, words, drop_below, keep_scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: half of the program's keys. Its dK and dV, and its half of each tile of dQ one step late."""
-    k_s, _, _, _, ds_s, _, _, _ = buffers
+    k_s, _, _, _, ds_s, _, _, _, _, _ = buffers
     kv_full, _, _, ds_full, _ = barriers
     KEYS: gl.constexpr = BLOCK_K // 2
     DQ_ROWS: gl.constexpr = 64
@@ -220,8 +295,15 @@ def _consumer(
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, dk_layout)
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, dv_layout)
     zero_dq = gl.zeros([DQ_ROWS, DQ_COLS], gl.float32, dq_layout)
+    zero_scores = gl.zeros([KEYS, BLOCK_Q], gl.float32, s_layout)
     first_row += WHO * KEYS
     key = first_row + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+    scale_log2 = (scale if cap is None else cap) * LOG2E
+    key_words = key
+    if words is None:
+        drop_below = 0
+    else:
+        key_words = gl.load(words + key, mask=key < n_k, other=0)
     if WITH_DQ:
         dq += WHO * (DQ_ROWS * DQ_COLS)
     first, full_first, full_stop, stop = tiles
@@ -230,7 +312,7 @@ def _consumer(
     mbarrier.wait(kv_full.index(0), 0)
     dk, dv = _step(
         (0, 0, 0, 0, 0, 0), (tile < full_first) | (tile >= full_stop), place,
-        buffers, barriers, dk, dv, dq, key, n_k, scale * LOG2E, zero_dq,
+        buffers, barriers, dk, dv, dq, key, n_k, scale_log2, cap_scale, key_words, drop_below, zero_dq, zero_scores,
         WHO, True, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
         s_layout, dk_layout, dv_layout, dq_layout,
     )  # fmt: skip
@@ -245,7 +327,7 @@ def _consumer(
         dk, dv = _step(
             (stage, phase, slot, slot_phase, slot_before, slot_phase_before),
             (tile < full_first) | (tile >= full_stop), place_before,
-            buffers, barriers, dk, dv, dq, key, n_k, scale * LOG2E, zero_dq,
+            buffers, barriers, dk, dv, dq, key, n_k, scale_log2, cap_scale, key_words, drop_below, zero_dq, zero_scores,
             WHO, False, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
             s_layout, dk_layout, dv_layout, dq_layout,
         )  # fmt: skip
@@ -257,6 +339,9 @@ def _consumer(
         mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
         k_all = k_s.index(0).reshape([BLOCK_K, BLOCK_D])
         dq_tile = _start_dq(ds_s.index(slot_before), k_all, zero_dq, WHO, BLOCK_Q, BLOCK_D)
+    if keep_scale is not None:
+        scale *= keep_scale
+        dv *= keep_scale
     dk_rows: gl.constexpr = _layout_of_rows(BLOCK_D, dk_out.dtype.element_ty)
     dv_rows: gl.constexpr = _layout_of_rows(BLOCK_DV, dv_out.dtype.element_ty)
     _write(dk * scale, dk_out + home.to(gl.int64) * D, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_rows)
@@ -268,15 +353,16 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head, n_heads,
+    buffers, barriers, tiles, descriptors, lse, delta, seen, words, head_words, batch, kv_head, n_heads,
     n_q, n_tiles_q, first_row, first_head, heads,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads the keys and values, then tile after tile of queries, dO and their rows, as room falls free."""
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s = buffers
     kv_full, q_full, dout_full, _, free = barriers
     q_desc, k_desc, v_desc, dout_desc = descriptors
     lanes = gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    head_lanes = gl.full([64], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, [batch, first_row, kv_head, 0], kv_full.index(0), k_s.index(0))
     tma_load(v_desc, [batch, first_row, kv_head, 0], kv_full.index(0), v_s)
@@ -286,7 +372,8 @@ def _producer(
     stage = 0
     phase = 0
     for _ in range(heads * (stop - first)):
-        head = place // n_tiles_q - batch * n_heads
+        any_head = place // n_tiles_q  # counted over batches
+        head = any_head - batch * n_heads
         rows = tile * BLOCK_Q + lanes
         numbers = place.to(gl.int64) * BLOCK_Q + lanes
         mbarrier.wait(free.index(stage), phase ^ 1)
@@ -294,6 +381,9 @@ def _producer(
         if HAS_TABLE:
             copy_async(seen_s.index(2 * stage), seen + rows, mask=rows < n_q)
             copy_async(seen_s.index(2 * stage + 1), seen + n_q + rows, mask=rows < n_q)
+        if words is not None:
+            copy_async(words_s.index(stage), words + rows, mask=rows < n_q)
+            copy_async(head_s.index(stage), head_words + any_head + head_lanes)
         async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
         mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
         tma_load(q_desc, [batch, tile * BLOCK_Q, head, 0], q_full.index(stage), q_s.index(stage))
@@ -308,10 +398,11 @@ def _producer(
 # Kernel ------------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["head_words"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen,
+    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen, words, head_words,
     n_q, n_k, n_blocks, n_tiles_q, kv_heads, kv_together, heads_per_kv, first_head, heads, scale,
+    cap, cap_scale, drop_below, keep_scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, ds_layout: gl.constexpr,
@@ -330,6 +421,10 @@ def backward_kernel(
         full_stop = stop
     head = (batch * kv_heads + kv_head) * heads_per_kv + first_head
     home = batch * n_k * kv_heads + kv_head  # below 2^31: memory holds no more rows of K, V and their gradients
+    if words is None:
+        key_words: gl.constexpr = None
+    else:
+        key_words = words + n_q
 
     k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
@@ -339,6 +434,12 @@ def backward_kernel(
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     seen_s = gl.allocate_shared_memory(gl.int32, [2 * STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if words is None:
+        words_s: gl.constexpr = None
+        head_s: gl.constexpr = None
+    else:
+        words_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        head_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_K // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -351,7 +452,7 @@ def backward_kernel(
         mbarrier.init(free.index(stage), count=2)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(ds_full.index(slot), count=2)
-    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
+    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s)
     barriers = (kv_full, q_full, dout_full, ds_full, free)
     tiles = (first, full_first, full_stop, stop)
     descriptors = (q_desc, k_desc, v_desc, dout_desc)
@@ -359,15 +460,17 @@ def backward_kernel(
         [
             (_consumer, (
                 0, buffers, barriers, tiles, dq, dk, dv, home, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
+                cap, cap_scale, key_words, drop_below, keep_scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_consumer, (
                 1, buffers, barriers, tiles, dq, dk, dv, home, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
+                cap, cap_scale, key_words, drop_below, keep_scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (
-                buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head, kv_heads * heads_per_kv,
-                n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
+                buffers, barriers, tiles, descriptors, lse, delta, seen, words, head_words, batch, kv_head,
+                kv_heads * heads_per_kv, n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
             )),
         ],
         [4, 1],

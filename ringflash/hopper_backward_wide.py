@@ -76,7 +76,7 @@ def _step(
     s_layout: gl.constexpr, total_layout: gl.constexpr, dq_layout: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries: adds to dV (or dK), leaves P (or dS), and adds half of dQ of the tile before it."""
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, _, _ = buffers
     _, q_full, dout_full, ds_full, free = barriers
     stage, phase, stage_before, phase_before = stages
     left_layout: gl.constexpr = gl.DotOperandLayout(0, total_layout, 2)
@@ -91,7 +91,7 @@ def _step(
         scores = warpgroup_mma(k_s, q_tile.permute((1, 0)), scores, is_async=True)  # [K, D] @ [D, Q] -> [K, Q]
         scores = warpgroup_mma_wait(0, deps=[scores])
         if masked:
-            scores = _mask(scores, key, seen_s, stage, n_k, HAS_TABLE, s_layout)
+            scores = _mask(scores, key, seen_s, stage, n_k, HAS_TABLE, float("-inf"), s_layout)
         p = gl.exp2(scores * scale_log2 + P_BITS)
         if ONE_SLOT and not FIRST:
             mbarrier.wait(ds_full.index(stage_before), phase_before)
@@ -135,11 +135,11 @@ def _consumer(
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: the sum of dV (the first) or dK, `unit` of it, and its half of each tile of dQ one step late."""
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s = buffers
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s = buffers
     kv_full, _, _, ds_full, _ = barriers
     k_s = k_s.index(0).reshape([BLOCK_K, BLOCK_D])
     v_s = v_s.reshape([BLOCK_K, BLOCK_DV])
-    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
+    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     total_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DIM, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D // 2, 16])
@@ -187,13 +187,15 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen,
+    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen, words, head_words,
     n_q, n_k, n_blocks, n_tiles_q, kv_heads, kv_together, heads_per_kv, first_head, heads, scale,
+    cap, cap_scale, drop_below, keep_scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, ds_layout: gl.constexpr,
 ):  # fmt: skip
-    """One block of keys of one key/value head against the queries that see it."""
+    """One block of keys of one key/value head against the queries that see it. It knows neither softcap nor dropout."""
+    gl.static_assert(cap is None and words is None, "local_kernel.kernel_of")
     gl.static_assert(STAGES >= 2, "see Note [Slots that need no barrier to fall free]")
     HAS_TABLE: gl.constexpr = seen is not None
     block, kv_head, batch = _find_block(n_blocks, kv_heads, kv_together)
@@ -235,7 +237,8 @@ def wide_backward_kernel(
         mbarrier.init(free.index(stage), count=2)
         mbarrier.init(ds_full.index(stage), count=1)
         mbarrier.init(p_full.index(stage), count=1)
-    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s)
+    no_words: gl.constexpr = None
+    buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, no_words, no_words)
     barriers = (kv_full, q_full, dout_full, ds_full, free)
     tiles = (first, full_first, full_stop, stop)
     descriptors = (q_desc, k_desc, v_desc, dout_desc)
@@ -252,8 +255,8 @@ def wide_backward_kernel(
                 D, BLOCK_D, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (
-                buffers, barriers, tiles, descriptors, lse, delta, seen, batch, kv_head, kv_heads * heads_per_kv,
-                n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
+                buffers, barriers, tiles, descriptors, lse, delta, seen, words, head_words, batch, kv_head,
+                kv_heads * heads_per_kv, n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
             )),
         ],
         [4, 1],

@@ -14,17 +14,31 @@ memory:
 
     q_s (CONSUMERS, ROWS, BLOCK_D)      q_full, q_empty   one barrier a consumer
     k_s (STAGES, BLOCK_K, BLOCK_D)      k_full            one a stage
+    words_s (STAGES, BLOCK_K)           k_full            where weights are dropped
     v_s (STAGES, BLOCK_K, BLOCK_DV)     v_full            one a stage
                                         free              one a stage, of K of a tile and V of the tile before it
 
 with axes of length 1 for batch and head, as descriptors have them. `stage` is where a tile lies, `phase` which of its
 uses a barrier counts, 0 or 1; `before` and `phase_before` are those of the tile before. `tiles` are the tiles of keys
 that a block sees, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)` need the mask.
+
+Softcap and dropout are there where `cap_scale` and `words` are: see `_cap` and `_drop`. `words` are of the query rows,
+and after them of the key rows.
 """
 
 import math
 
-from .gluon_compat import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
+from .gluon_compat import (
+    async_copy,
+    copy_async,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 LOG2E = gl.constexpr(math.log2(math.e))
 LN2 = gl.constexpr(math.log(2.0))
@@ -103,11 +117,48 @@ def _mask(scores, tile, seen_first, seen_count, BLOCK_K: gl.constexpr, s_layout:
 
 
 @gluon.jit
-def _softmax(scores, row_max, scale_log2):
+def _cap(products, cap_scale):
+    """Scores in units of the cap: `tanh`, to 2^-11 of its value, in one operation of the special-function unit."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=r,r", [products * cap_scale], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _drop(p, row_words, key_words, drop_below):
+    """Weights, 0 where they are dropped: score.py, Note [Which weights are dropped]. The arguments broadcast; the
+    head's word is in those of rows. (As LLVM writes it, a weight takes five instructions more.)"""
+    return gl.inline_asm_elementwise(
+        "{.reg .pred kept; .reg .b32 hash; mul.lo.s32 hash, $2, $3; setp.ge.s32 kept, hash, $4;"
+        " selp.f32 $0, $1, 0f00000000, kept;}",
+        "=r,r,r,r,r", [p, row_words, key_words, drop_below], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _exp2_by_turns(x):
+    """`exp2(x)`, `x <= 0`: of each four, one by multiplications and additions, to 2^-13 of its value. Under a cap the
+    special-function unit is as busy as the tensor cores.
+
+    `2^x = 2^n * 2^f`, `n` to the nearest: the sum with 1.5 * 2^23 ends in the bits of `n`, which go to the exponent of
+    a cubic in `f` that is 1 at 0. At -127 and below that is 0."""
+    return gl.inline_asm_elementwise(
+        "{.reg .f32 x, sum, f, p; .reg .b32 n, bits; ex2.approx.ftz.f32 $0, $4; ex2.approx.ftz.f32 $1, $5;"
+        " ex2.approx.ftz.f32 $2, $6; max.f32 x, $7, 0fC2FE0000; add.rn.f32 sum, x, 0f4B400000; mov.b32 n, sum;"
+        " sub.rn.f32 sum, sum, 0f4B400000; sub.rn.f32 f, x, sum;"
+        " fma.rn.f32 p, f, 0f3D6150DA, 0f3E780619; fma.rn.f32 p, p, f, 0f3F317AFD; fma.rn.f32 p, p, f, 0f3F800000;"
+        " shl.b32 n, n, 23; mov.b32 bits, p; add.s32 $3, n, bits;}",
+        "=&r,=&r,=&r,=&r,r,r,r,r", [x], dtype=gl.float32, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _softmax(scores, row_max, scale_log2, CAP: gl.constexpr):
     """One step of the online softmax: `(p, rescale, row_max)`; a row that has seen no key keeps max -inf."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     pivot = gl.where(new_max == NEG_INF, 0.0, new_max)
-    p = gl.exp2(scores * scale_log2 - pivot[:, None])
+    x = scores * scale_log2 - pivot[:, None]
+    p = _exp2_by_turns(x) if CAP else gl.exp2(x)
     return p, gl.exp2(row_max - pivot), new_max
 
 
@@ -139,7 +190,8 @@ def _start_out(p, v_s, stage, acc, BLOCK_K: gl.constexpr, BLOCK_DV: gl.constexpr
 
 @gluon.jit
 def _step(
-    i, n_masked, stages, tiles, q, k_s, v_s, barriers, state, zero, seen_first, seen_count, scale_log2,
+    i, n_masked, stages, tiles, q, k_s, v_s, words_s, barriers, state, zero, seen_first, seen_count, scale_log2,
+    cap_scale, row_words, drop_below,
     WHO: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
@@ -156,11 +208,16 @@ def _step(
     if PINGPONG:
         _give_turn((WHO + 1) % CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
+    if cap_scale is not None:
+        scores = _cap(scores, cap_scale)
     if i < n_masked:
         scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_count, BLOCK_K, s_layout)
-    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
+    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2, cap_scale is not None)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     row_sum += _add_columns(p_wide)
+    if words_s is not None:
+        key_words = words_s.index(stage).load(gl.SliceLayout(0, s_layout))
+        p_wide = _drop(p_wide, row_words[:, None], key_words[None, :], drop_below)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(free.index(stage))
     p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
@@ -204,7 +261,7 @@ def _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together):
 
 @gluon.jit
 def _write(
-    acc, row_max, row_sum, out, lse, sinks, head, first_row, n_q, stride_os,
+    acc, row_max, row_sum, out, lse, sinks, keep_scale, head, first_row, n_q, stride_os,
     ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, MERGE: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """Normalise, with the sink as one more key, of value 0, where there are sinks; and merge with what the visits
@@ -221,6 +278,8 @@ def _write(
     row_sum = gl.where(seen_any, row_sum, 1.0)
     total = gl.where(seen_any, row_max + gl.log2(row_sum), NEG_INF)
     norm = rescale / row_sum
+    if keep_scale is not None:
+        norm *= keep_scale
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
     in_rows = rows < n_q
     layout: gl.constexpr = _layout_of_rows(BLOCK_DV, out.dtype.element_ty)
@@ -253,13 +312,14 @@ def _write(
 @gluon.jit
 def _attend_block(
     WHO: gl.constexpr, stage, phase, q_phase, buffers, barriers, tiles,
-    out, lse, seen, sinks, head, first_row, n_q, n_k, stride_os, scale_log2,
+    out, lse, seen, sinks, head, first_row, n_q, n_k, stride_os, scale_log2, cap_scale, words, head_words, drop_below,
+    keep_scale,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """ROWS queries against all tiles, which are at least one. Returns the stage and phase that come next."""
-    q_s, k_s, v_s = buffers
+    q_s, k_s, v_s, words_s = buffers
     q_full, q_empty, k_full, v_full, free = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -270,6 +330,9 @@ def _attend_block(
     else:
         seen_first = gl.load(seen + rows, mask=rows < n_q, other=0)
         seen_count = gl.load(seen + n_q + rows, mask=rows < n_q, other=0) - seen_first
+    row_words = rows
+    if words is not None:
+        row_words = gl.load(words + rows, mask=rows < n_q, other=0) * gl.load(head_words)
     first, full_first, full_stop, stop = tiles
     n_tiles = stop - first
     n_masked = n_tiles - (full_stop - full_first)
@@ -289,11 +352,18 @@ def _attend_block(
     if PINGPONG:
         _give_turn((WHO + 1) % CONSUMERS)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(free.index(stage))
+    if words is None:
+        mbarrier.arrive(free.index(stage))
+    if cap_scale is not None:
+        scores = _cap(scores, cap_scale)
     scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
-    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
+    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2, cap_scale is not None)
     row_sum = _add_columns(p_wide)
+    if words is not None:
+        key_words = words_s.index(stage).load(gl.SliceLayout(0, s_layout))
+        p_wide = _drop(p_wide, row_words[:, None], key_words[None, :], drop_below)
+        mbarrier.arrive(free.index(stage))
     p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
@@ -303,8 +373,8 @@ def _attend_block(
     stage, phase = _next_stage(stage, phase, STAGES)
     for i in range(1, n_tiles):
         state = _step(
-            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, (k_full, v_full, free), state, zero,
-            seen_first, seen_count, scale_log2,
+            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
+            state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words, drop_below,
             WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
         )  # fmt: skip
         before = stage
@@ -320,7 +390,7 @@ def _attend_block(
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, o_layout))
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
     _write(
-        acc, row_max, row_sum, out, lse, sinks, head, first_row, n_q, stride_os,
+        acc, row_max, row_sum, out, lse, sinks, keep_scale, head, first_row, n_q, stride_os,
         ROWS, BLOCK_DV, DV, MERGE, o_layout,
     )  # fmt: skip
     return stage, phase
@@ -335,8 +405,8 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup: its share of the queries of every piece of work."""
     (
-        out, lse, ranges, seen, sinks, schedule, stride_ob, stride_os, stride_oh,
-        n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
+        out, lse, ranges, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q, n_k,
+        n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
     ) = given  # fmt: skip
     if PINGPONG:
         if WHO == CONSUMERS - 1:
@@ -349,14 +419,29 @@ def _consumer(
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
         first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
         if not MERGE or not nothing:  # else it would merge the identity
+            word_of_head = head_words
+            if head_words is not None:
+                word_of_head += batch * n_heads + head
             stage, phase = _attend_block(
                 WHO, stage, phase, q_phase, buffers, barriers, (first, full_first, full_stop, stop),
                 out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh,
                 lse + (batch.to(gl.int64) * n_heads + head) * n_q,
-                seen, sinks, head, (block * CONSUMERS + WHO) * ROWS, n_q, n_k, stride_os, scale_log2,
+                seen, sinks, head, (block * CONSUMERS + WHO) * ROWS, n_q, n_k, stride_os, scale_log2, cap_scale,
+                words, word_of_head, drop_below, keep_scale,
                 ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
             )  # fmt: skip
             q_phase ^= 1
+
+
+@gluon.jit
+def _load_keys(batch, row, kv_head, k_desc, k_s, k_full, stage, words, words_s, n_q, n_k, BLOCK_K: gl.constexpr):
+    """A tile of keys, and where weights are dropped its words."""
+    if words is not None:
+        rows = row + gl.arange(0, BLOCK_K, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        copy_async(words_s.index(stage), words + n_q + rows, mask=rows < n_k)
+        async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+    tma_load(k_desc, [batch, row, kv_head, 0], k_full.index(stage), k_s.index(stage))
 
 
 @gluon.jit
@@ -368,10 +453,13 @@ def _producer(
 ):  # fmt: skip
     """One warp: loads the queries of every piece of work, and tile after tile of its keys and values, as room falls
     free: K one tile ahead of V."""
-    q_s, k_s, v_s = buffers
+    q_s, k_s, v_s, words_s = buffers
     q_full, q_empty, k_full, v_full, free = barriers
     q_desc, k_desc, v_desc = descriptors
-    _, _, ranges, _, _, schedule, _, _, _, _, _, n_blocks, n_heads, n_work, heads_per_kv, heads_together, _ = given
+    (
+        _, _, ranges, _, _, schedule, words, _, _, _, _, n_q, n_k,
+        n_blocks, n_heads, n_work, heads_per_kv, heads_together, _, _, _, _,
+    ) = given  # fmt: skip
     stage = 0
     phase = 0
     q_phase = 0
@@ -388,15 +476,15 @@ def _producer(
                 tma_load(q_desc, [batch, (block * CONSUMERS + who) * ROWS, head, 0], q_full.index(who), q_s.index(who))
             row = _tile_at(0, tiles) * BLOCK_K
             mbarrier.wait(free.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma_load(k_desc, [batch, row, kv_head, 0], k_full.index(stage), k_s.index(stage))
+            _load_keys(batch, row, kv_head, k_desc, k_s, k_full, stage, words, words_s, n_q, n_k, BLOCK_K)
             for i in range(n_tiles):
                 next_stage, next_phase = _next_stage(stage, phase, STAGES)
                 next_row = _tile_at(i + 1, tiles) * BLOCK_K
                 if i + 1 < n_tiles:
                     mbarrier.wait(free.index(next_stage), next_phase ^ 1)
-                    mbarrier.expect(k_full.index(next_stage), k_desc.block_type.nbytes)
-                    tma_load(k_desc, [batch, next_row, kv_head, 0], k_full.index(next_stage), k_s.index(next_stage))
+                    _load_keys(
+                        batch, next_row, kv_head, k_desc, k_s, k_full, next_stage, words, words_s, n_q, n_k, BLOCK_K
+                    )
                 mbarrier.wait(free.index(next_stage), next_phase ^ 1)
                 mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
                 tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(stage), v_s.index(stage))
@@ -410,12 +498,13 @@ def _producer(
 
 
 @gluon.jit(
-    do_not_specialize=["n_q", "n_k", "n_blocks", "n_heads", "n_work", "heads_per_kv", "heads_together"],
-    do_not_specialize_on_alignment=["lse", "sinks"],  # of a few of very many batches; part of a longer tensor
+    do_not_specialize=["n_q", "n_k", "n_blocks", "n_heads", "n_work", "heads_per_kv", "heads_together", "drop_below"],
+    do_not_specialize_on_alignment=["lse", "head_words", "sinks"],  # of a few of very many batches; part of a tensor
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, ranges, seen, sinks, schedule,
+    q_desc, k_desc, v_desc, out, lse, ranges, seen, sinks, schedule, words, head_words,
     stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
+    cap_scale, drop_below, keep_scale,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
@@ -424,6 +513,10 @@ def forward_kernel(
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
+    if words is None:
+        words_s: gl.constexpr = None
+    else:
+        words_s = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -433,15 +526,15 @@ def forward_kernel(
         mbarrier.init(q_full.index(who), count=1)
         mbarrier.init(q_empty.index(who), count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_full.index(stage), count=1 if words is None else 33)  # TMA, and a warp's lanes that copy words
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=CONSUMERS)
 
-    buffers = (q_s, k_s, v_s)
+    buffers = (q_s, k_s, v_s, words_s)
     barriers = (q_full, q_empty, k_full, v_full, free)
     given = (
-        out, lse, ranges, seen, sinks, schedule, stride_ob, stride_os, stride_oh,
-        n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
+        out, lse, ranges, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q, n_k,
+        n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
     )  # fmt: skip
     descriptors = (q_desc, k_desc, v_desc)
     if CONSUMERS == 2:

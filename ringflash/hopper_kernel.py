@@ -14,7 +14,8 @@ puts it in order, multiplies by the scale and rounds, once.
 
 Note [Rows of a whole tile]. The scores' accumulators start at `-lse / scale` and dP's at `-delta`, so nothing is
 subtracted afterwards. Both rows are padded to whole tiles. Past the end, and where a query sees no key, `-lse / scale`
-is -inf: then p is 0, and so is all that comes of it.
+is -inf: then p is 0, and so is all that comes of it. With a softcap it is `-lse` in base 2, which comes after the cap.
+With dropout `delta` is divided by what weights that are kept are multiplied by, and so are the sums, until the end.
 """
 
 import heapq
@@ -48,9 +49,11 @@ from .launch import (
     sums_of,
     tma_strides,
     to_device,
+    words_of,
 )
 from .merge import Partial, Sums
 from .plan import TABLE_BYTES, Visit, keep_by_bytes
+from .score import Scoring
 
 LOG2E = math.log2(math.e)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -70,11 +73,11 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 def _start_kernel(
     out, dout, lse, dlse, minus_lse, minus_delta, dq,
     stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh, stride_lb, stride_lh, stride_ls,
-    n_q, n_heads, n_blocks, scale,
+    n_q, n_heads, n_blocks, unit, keep_scale,
     DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_DLSE: tl.constexpr, WITH_DQ: tl.constexpr,
 ):  # fmt: skip
-    """`-lse / scale` and `-delta = dlse - rowsum(dout * out)` of BLOCK rows, and a sum of dQ that is 0.
+    """`-lse / unit` and `-delta / keep_scale` of BLOCK rows, `delta = rowsum(dout * out) - dlse`; and dQ's sum, 0.
 
     See Note [Rows of a whole tile]."""
     block = tl.program_id(0) % n_blocks
@@ -95,8 +98,8 @@ def _start_kernel(
     first_row = batch * n_heads + head
     lse_rows = tl.load(lse + first_row * n_q + rows, mask=in_rows, other=NEG_INF)
     padded_rows = first_row * n_blocks * BLOCK + rows
-    tl.store(minus_lse + padded_rows, tl.where(lse_rows == NEG_INF, NEG_INF, -lse_rows / scale))
-    tl.store(minus_delta + padded_rows, result)
+    tl.store(minus_lse + padded_rows, tl.where(lse_rows == NEG_INF, NEG_INF, -lse_rows / unit))
+    tl.store(minus_delta + padded_rows, result / keep_scale)
     if WITH_DQ:
         tile = dq + tl.program_id(0).to(tl.int64) * (BLOCK * BLOCK_D)
         tl.store(tile + tl.arange(0, BLOCK * BLOCK_D), tl.zeros([BLOCK * BLOCK_D], tl.float32))
@@ -195,24 +198,45 @@ def _padded(dim: int) -> int:
 # Launchers ----------------------------------------------------------------------------------------------------------
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, visit: Visit, scale: float, sinks: Tensor | None, into: Partial, first: bool
-) -> None:
-    """As `reference.forward`, of tensors that are not empty; `sinks` fp32 `(h,)`, in a first visit alone."""
+class _ScoreNumbers(NamedTuple):
+    """What the kernels are told of scores beside tensors; what is None leaves its code out."""
+
+    scale: float
+    cap: float | None
+    cap_scale: float | None
+    drop_below: int | None
+    keep_scale: float | None
+
+    @staticmethod
+    def of(scoring: Scoring) -> "_ScoreNumbers":
+        scale, cap, drops = scoring.scale, scoring.softcap, scoring.head_words is not None
+        cap_scale = None if cap is None else scale / cap
+        keep_scale = 1 / (1 - scoring.dropout_p) if drops else None
+        return _ScoreNumbers(scale, cap, cap_scale, scoring.drop_below if drops else None, keep_scale)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
+    """As `reference.forward`, of tensors that are not empty."""
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
-    launch = _forward_launch(*kinds, visit.mask.is_full, sinks is not None, scale, first, device)
+    sinks = scoring.sinks if first else None
+    score = _ScoreNumbers.of(scoring)
+    launch = _forward_launch(*kinds, visit.mask.is_full, sinks is not None, score, first, device)
     if launch is None or are_odd(q, k, v):
-        return forward(aligned(q), aligned(k), aligned(v), visit, scale, sinks, into, first)
-    ranges, seen, schedule = _forward_tables(launch, visit, device)
-    launch(q, k, v, into.out, into.lse, ranges, seen, sinks, schedule)
+        return forward(aligned(q), aligned(k), aligned(v), visit, scoring, into, first)
+    ranges, seen, schedule, words = _forward_tables(launch, visit, device)
+    launch(q, k, v, into.out, into.lse, ranges, seen, sinks, schedule, words, scoring.head_words)
 
 
 @keep_by_bytes(TABLE_BYTES)
-def _forward_tables(launch: Launch, visit: Visit, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What blocks of queries and single queries see, and where programs take turns by one, their schedule."""
+def _forward_tables(
+    launch: Launch, visit: Visit, device: torch.device
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """What blocks of queries and single queries see, where programs take turns by one, their schedule, and dropout's
+    words."""
     block_q = ROWS * launch.numbers["CONSUMERS"]
     schedule = _schedule(launch, visit, block_q, device) if launch.is_scheduled else None
-    return ranges_of(visit, "queries", block_q, device), seen_rows_of(visit, device), schedule
+    ranges, words = ranges_of(visit, "queries", block_q, device), _words_of(launch, visit, device)
+    return ranges, seen_rows_of(visit, device), schedule, words
 
 
 @lru_cache(maxsize=1024)
@@ -223,7 +247,7 @@ def _forward_launch(
     out: Kind,
     is_full: bool,
     has_sinks: bool,
-    scale: float,
+    score: _ScoreNumbers,
     first: bool,
     device: torch.device,
 ) -> Launch | None:
@@ -246,7 +270,10 @@ def _forward_launch(
         "n_work": n_work,
         "heads_per_kv": n_heads // kv_heads,
         "heads_together": heads_together(n_heads, kv_heads, n_k * (q.shape[3] + v_dim) * k.dtype.itemsize),
-        "scale_log2": scale * LOG2E,
+        "scale_log2": (score.scale if score.cap is None else score.cap) * LOG2E,
+        "cap_scale": score.cap_scale,
+        "drop_below": score.drop_below,
+        "keep_scale": score.keep_scale,
         "ROWS": ROWS,
         "BLOCK_K": tile.block_k,
         "BLOCK_D": tile.block_d,
@@ -266,7 +293,7 @@ def _forward_launch(
     resident = count_multiprocessors(device) - (out.dtype != q.dtype)  # a ring leaves one to kernels that signal
     way = ways_to_share(n_work, n_blocks, resident, is_full=is_full)
     programs = n_work if way == "grid" else min(n_work, resident)
-    tensors = ("out", "lse", "ranges", "seen", "sinks", "schedule")
+    tensors = ("out", "lse", "ranges", "seen", "sinks", "schedule", "words", "head_words")
     launch = Launch(forward_kernel, (programs,), boxes, tensors, numbers, num_warps=4, maxnreg=tile.registers)
     launch.is_scheduled = way == "schedule"
     return launch
@@ -333,12 +360,13 @@ class Started(NamedTuple):
     n_q: int
     head_dim: int
     v_dim: int
-    scale: float
+    dq_scale: float  # that its sum is multiplied by in the end
+    keep_scale: float  # that minus_delta is divided by
     dtype: torch.dtype  # of dq in the end
 
     @property
     def delta(self) -> Tensor:
-        return -self.minus_delta[:, :, : self.n_q]
+        return self.minus_delta[:, :, : self.n_q] * -self.keep_scale
 
     def of(self, batches: slice) -> "Started":
         dq = None if self.dq is None else self.dq[batches]
@@ -346,16 +374,18 @@ class Started(NamedTuple):
 
 
 def start_backward(
-    q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scale: float, *, with_dq: bool
+    q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scoring: Scoring, *, with_dq: bool
 ) -> Started:
     """What the visits of a backward pass share; `q` is not empty. Without dQ the visits add to dK and dV alone."""
     n_batches, n_q, n_heads, head_dim = q.shape
     out, v_dim, device = result.out, dout.shape[3], q.device
     lse_strides = None if dlse is None else dlse.stride()
-    launch = _start_launch(Kind.of(out), Kind.of(dout), lse_strides, head_dim, with_dq, scale, device)
+    unit = scoring.scale if scoring.softcap is None else 1 / LOG2E
+    keep_scale = 1 / (1 - scoring.dropout_p)
+    launch = _start_launch(Kind.of(out), Kind.of(dout), lse_strides, head_dim, with_dq, unit, keep_scale, device)
     if launch is None or are_odd(out, dout):
         result = result._replace(out=aligned(out))
-        return start_backward(q, result, aligned(dout), dlse, scale, with_dq=with_dq)
+        return start_backward(q, result, aligned(dout), dlse, scoring, with_dq=with_dq)
     tile = backward_tile(head_dim, v_dim)
     tiles = count_blocks(n_q, tile.block_q)
     minus_lse = q.new_empty((n_batches, n_heads, tiles * tile.block_q), dtype=torch.float32)
@@ -363,7 +393,8 @@ def start_backward(
     dq_shape = n_batches, n_heads, tiles, tile.block_q * tile.block_d
     dq = q.new_empty(dq_shape, dtype=torch.float32) if with_dq else None
     launch(out, dout, result.lse.contiguous(), dlse, minus_lse, minus_delta, dq)
-    return Started(minus_lse, minus_delta, dq, n_q, head_dim, v_dim, scale, q.dtype)
+    dq_scale = scoring.scale * keep_scale
+    return Started(minus_lse, minus_delta, dq, n_q, head_dim, v_dim, dq_scale, keep_scale, q.dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -373,7 +404,8 @@ def _start_launch(
     lse_strides: tuple[int, ...] | None,
     head_dim: int,
     with_dq: bool,
-    scale: float,
+    unit: float,
+    keep_scale: float,
     device: torch.device,
 ) -> Launch | None:
     """A launch of `_start_kernel`, by all that its form depends on; `None` where out or dout is not aligned."""
@@ -388,7 +420,8 @@ def _start_launch(
         "n_q": n_q,
         "n_heads": n_heads,
         "n_blocks": tiles,
-        "scale": scale,
+        "unit": unit,
+        "keep_scale": keep_scale,
         "DV": v_dim,
         "BLOCK": tile.block_q,
         "BLOCK_D": tile.block_d,
@@ -407,35 +440,41 @@ def backward(
     dout: Tensor,
     state: Started,
     visit: Visit,
-    scale: float,
+    scoring: Scoring,
     take_dkv: Callable[[], Sums],
 ) -> None:
     """As `reference.backward`, of tensors that are not empty. Sums of dK and dV: Note [Long sums] of launch.py."""
     sums = dk, dv, fresh = take_dkv()
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(dout))
-    with_dq = state.dq is not None
-    launches = _backward_launches(*kinds, dk.dtype, visit.mask.is_full, with_dq, fresh, scale, device)
+    with_dq, score = state.dq is not None, _ScoreNumbers.of(scoring)
+    launches = _backward_launches(*kinds, dk.dtype, visit.mask.is_full, with_dq, fresh, score, device)
     if launches is None or are_odd(q, k, v, dout):
         q, k, v, dout = map(aligned, (q, k, v, dout))
-        return backward(q, k, v, dout, state, visit, scale, take_dkv=lambda: sums)
+        return backward(q, k, v, dout, state, visit, scoring, take_dkv=lambda: sums)
     with sums_of(launches, dk, dv, contiguous=True) as (total_dk, total_dv):
         for launch, low, high in launches:
-            ranges, seen = _backward_tables(launch, visit, low, high, device)
-            launch(q, k, v, dout, state.minus_lse, state.minus_delta, state.dq, total_dk, total_dv, ranges, seen)
+            ranges, seen, words = _backward_tables(launch, visit, low, high, device)
+            rows = state.minus_lse, state.minus_delta
+            launch(q, k, v, dout, *rows, state.dq, total_dk, total_dv, ranges, seen, words, scoring.head_words)
 
 
 @keep_by_bytes(TABLE_BYTES)
 def _backward_tables(
     launch: Launch, visit: Visit, low: int, high: int, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """What blocks of keys are seen by, of the query rows from `low` to `high`, and what single queries see.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What blocks of keys are seen by, of the query rows from `low` to `high`, what single queries see, and dropout's
+    words.
 
     Rows that see a block are both ends of tiles. All four are 0 where none does: a block that nothing adds to is still
     written, from a tile that is there.
     """
     ranges = visit.query_ranges(launch.numbers["BLOCK_K"]).clamp(low, high)
     ranges = torch.where(ranges[:, :1] == ranges[:, 3:], 0, ranges)
-    return to_device(ranges, device), seen_rows_of(visit, device)
+    return to_device(ranges, device), seen_rows_of(visit, device), _words_of(launch, visit, device)
+
+
+def _words_of(launch: Launch, visit: Visit, device: torch.device) -> Tensor | None:
+    return None if launch.numbers["drop_below"] is None else words_of(visit, device)
 
 
 @lru_cache(maxsize=1024)
@@ -448,7 +487,7 @@ def _backward_launches(
     is_full: bool,
     with_dq: bool,
     fresh: bool,
-    scale: float,
+    score: _ScoreNumbers,
     device: torch.device,
 ) -> tuple[tuple[Launch, int, int], ...] | None:
     """A visit's launches, and the query rows `[low, high)` that each sums over; `None` where a tensor is not aligned.
@@ -462,7 +501,7 @@ def _backward_launches(
     found = []
     for first_head, heads, low, high in parts:
         add = not fresh or first_head > 0 or low > 0
-        launch = _backward_launch(q, k, v, dout, sums, with_dq, first_head, heads, add, scale)
+        launch = _backward_launch(q, k, v, dout, sums, with_dq, first_head, heads, add, score)
         found.append((launch, low, high))
     return tuple(found)
 
@@ -477,7 +516,7 @@ def _backward_launch(
     first_head: int,
     heads: int,
     add: bool,
-    scale: float,
+    score: _ScoreNumbers,
 ) -> Launch:
     """A launch of `backward_kernel` or `wide_backward_kernel` that sums over `heads` heads of a key's."""
     tile = backward_tile(q.shape[3], v.shape[3])
@@ -496,7 +535,7 @@ def _backward_launch(
         "heads_per_kv": n_heads // kv_heads,
         "first_head": first_head,
         "heads": heads,
-        "scale": scale,
+        **score._asdict(),
         "D": head_dim,
         "DV": v_dim,
         "BLOCK_Q": tile.block_q,
@@ -515,7 +554,7 @@ def _backward_launch(
         "dout_desc": _descriptor(dout, tile.block_q, tile.block_dv),
     }
     grid = (n_blocks * kv_heads * n_batches,)
-    tensors = ("lse", "delta", "dq", "dk", "dv", "ranges", "seen")
+    tensors = ("lse", "delta", "dq", "dk", "dv", "ranges", "seen", "words", "head_words")
     return Launch(kernel, grid, boxes, tensors, numbers, num_warps=4, maxnreg=168)
 
 
@@ -524,7 +563,7 @@ def finish_backward(state: Started) -> Tensor:
     assert state.dq is not None
     shape = state.dq.shape[0], state.n_q, state.dq.shape[1], state.head_dim
     dq = state.dq.new_empty(shape, dtype=state.dtype)
-    _finish_launch(shape, state.v_dim, state.scale, state.dtype, dq.device)(state.dq, dq)
+    _finish_launch(shape, state.v_dim, state.dq_scale, state.dtype, dq.device)(state.dq, dq)
     return dq
 
 

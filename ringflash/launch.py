@@ -18,7 +18,9 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from .layout import count_rows
 from .plan import TABLE_BYTES, Visit, keep_by_bytes
+from .score import make_words
 
 LONGEST_SUM = 2**16  # rows: see Note [Long sums]
 MOST_BATCHES = 2**16 - 1  # of one launch: what CUDA takes as a grid's second or third dimension
@@ -298,6 +300,13 @@ def _row_table(visit: Visit, device: torch.device) -> Tensor:
 def positions_of(visit: Visit, device: torch.device) -> Tensor:
     """Positions of the query rows, then of the key rows: for what depends on them beside the mask."""
     return to_device(visit.positions(), device)
+
+
+@keep_by_bytes(TABLE_BYTES)
+def words_of(visit: Visit, device: torch.device) -> Tensor:
+    """Dropout's words of the query rows, then of the key rows: int32, see `score.make_words`."""
+    positions, n_q = visit.positions(), count_rows(visit.queries)
+    return to_device(torch.cat(make_words(positions[:n_q], positions[n_q:])), device)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

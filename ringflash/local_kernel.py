@@ -14,8 +14,15 @@ Q, K rows of a tile, D and DV head dims.
 A kernel gets, for each of its blocks, the range `begin, full_begin, full_end, end` of the other side's rows, and for
 each query row the range of key rows that it sees (see plan.py, Note [One contiguous range]). Tiles inside
 `[full_begin, full_end)` run no mask code; the tiles around them compare rows with those ranges. So no kernel knows a
-layout or a mask, and positions only where ALiBi or dropout ask for them: `positions` has those of the query rows, and
-after them of the key rows. CAP, ALIBI and DROP are what `score.Scoring` asks for beside a scale.
+layout or a mask. ALiBi goes by positions and dropout by the words of score.py, Note [Which weights are dropped]:
+`positions` and `words` have those of the query rows, and after them of the key rows; `positions_by_tile` and
+`words_by_tile` are the same tables for the streamed side. CAP (`None`, or how tanh is made: "fast", "exact"), ALIBI and
+DROP are what `score.Scoring` asks for beside a scale.
+
+Note [Options per score]. Beside the products a score costs about 8 instructions, so each one more is seen. What can be
+is made per row or by the host: a cap costs a multiplication and a `tanh`, ALiBi a subtraction, an absolute value and a
+multiplication, dropout a multiplication, a comparison and a selection. Tables come by TMA: by pointer, every warp loads
+all of a tile's entries (triton 3.6: five instructions a score).
 
 Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
 (its queries) come by pointer and stay in shared memory: a descriptor's tile is reshaped in registers, and stays there
@@ -52,10 +59,11 @@ from .launch import (
     seen_rows_of,
     sums_of,
     tma_strides,
+    words_of,
 )
 from .merge import Partial, Sums, start_partial
 from .plan import Visit
-from .score import KEEP_BITS, Scoring
+from .score import Scoring
 
 if TYPE_CHECKING:
     from . import hopper_kernel
@@ -63,7 +71,6 @@ if TYPE_CHECKING:
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
 NEG_INF = tl.constexpr(float("-inf"))
-DROPPING_BITS = tl.constexpr(KEEP_BITS)
 Kernels = Literal["hopper", "portable"]
 # Arguments whose values differ from visit to visit: a kernel is not compiled anew for each that is 1 or divides by 16.
 NUMBERS = ["n_q", "n_k", "low", "high", "heads_per_kv", "first_head", "n_heads", "drop_below"]
@@ -165,18 +172,34 @@ def _masked_tile(i, left, begin, full_begin, full, end, TILE: tl.constexpr):
 
 
 @triton.jit
-def _load_positions(positions, rows, end):
-    """Positions of the rows before `end`, counted as the table has them: queries first."""
-    if positions is None:
-        found = tl.zeros_like(rows)
+def _load_entries(table, row, end, ROWS: tl.constexpr):
+    """Entries `row ... row + ROWS` of a table, a descriptor or a pointer; anything past `end`, and of no table."""
+    if table is None:
+        found = tl.zeros([ROWS], tl.int32)
+    elif isinstance(table, tl.tensor_descriptor):
+        found = table.load([row])
     else:
-        found = tl.load(positions + rows, mask=rows < end, other=0)
+        rows = row + tl.arange(0, ROWS)
+        found = tl.load(table + rows, mask=rows < end, other=0)
     return found
 
 
 @triton.jit
-def _tanh(x):
-    """To the last digits of fp32: near 0, where `1 - exp` cancels, by the series."""
+def _load_base(positions, row):
+    """The position that a block counts from: near it, fp32 is exact."""
+    if positions is None:
+        base = 0
+    else:
+        base = tl.load(positions + row)
+    return base
+
+
+@triton.jit
+def _tanh(x, CAP: tl.constexpr):
+    """To 2^-11 of the value in one instruction where CAP is "fast". Else to the last digits of fp32: near 0, where
+    `1 - exp` cancels, by the series."""
+    if CAP == "fast":
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     square = x * x
     near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     decay = tl.exp2(tl.abs(x) * (-2 * LOG2E))
@@ -185,18 +208,20 @@ def _tanh(x):
 
 
 @triton.jit
-def _score(products, query, key, scale_log2, cap_log2, slope, CAP: tl.constexpr, ALIBI: tl.constexpr):
-    """`(scores, derivative)`: scores in base 2, and their derivative by `scale_log2 * products` where CAP says that it
-    is not 1. `query` and `key` are positions; the arguments broadcast."""
-    scores = products * scale_log2
-    derivative = scores
-    if CAP:
-        tanh = _tanh(scores / cap_log2)
-        scores = tanh * cap_log2
-        derivative = 1 - tanh * tanh
+def _score(products, query, key, scale, cap_log2, slope, CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """`(scores, unit, derivative)`: scores in units of `unit` in base 2, and where CAP their derivative by
+    `scale * products`. `scale` takes products to base 2, with CAP to tanh's argument; `query` and `key` are positions
+    from one base. The arguments broadcast."""
+    unit = scale
+    derivative = products
+    if CAP is not None:
+        products = _tanh(products * scale, CAP)
+        derivative = 1 - products * products
+        unit = cap_log2
     if ALIBI:
-        scores -= tl.abs(query - key).to(tl.float32) * slope
-    return scores, derivative
+        products = products * unit - tl.abs(query - key) * slope
+        unit = 1.0
+    return products, unit, derivative
 
 
 @triton.jit
@@ -210,31 +235,24 @@ def _load_slope(slopes, head, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def _mix(x):
-    """See `score._mix`."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _load_words(head_words, head, query, DROP: tl.constexpr):
-    """The two words of each query that dropout goes by: see score.py, Note [Which weights are dropped]."""
-    row_a = query.to(tl.uint32, bitcast=True)
-    row_b = row_a * 0x9E3779B1
+def _load_head_word(head_words, head, DROP: tl.constexpr):
+    """The word of a head, counted over batches: see score.py, Note [Which weights are dropped]."""
+    word = 1
     if DROP:
-        row_a = _mix(tl.load(head_words + head * 2).to(tl.uint32, bitcast=True) ^ _mix(row_a))
-        row_b = _mix(tl.load(head_words + head * 2 + 1).to(tl.uint32, bitcast=True) + row_b)
-    return row_a, row_b
+        word = tl.load(head_words + head)
+    return word
 
 
 @triton.jit
-def _kept(row_a, row_b, key, drop_below):
-    """See `score.kept`; the arguments broadcast."""
-    x = (key.to(tl.uint32, bitcast=True) * 0x9E3779B1) ^ row_a
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) + row_b
-    return (_mix(x) >> (32 - DROPPING_BITS)).to(tl.int32, bitcast=True) >= drop_below
+def _kept(row_words, key_words, drop_below):
+    """See `score.kept`; the arguments broadcast. The head's word is in those of rows or in those of keys."""
+    return row_words * key_words >= drop_below
+
+
+@triton.jit
+def _sign(p, kept):
+    """Weights, and those that are dropped negative: what is kept takes no registers of its own."""
+    return tl.where(kept, p, -p)
 
 
 @triton.jit
@@ -266,7 +284,7 @@ def _see_sink(sink, row_max, row_sum):
 def _attend(
     q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    positions, query, row_a, row_b, slope, cap_log2, drop_below, n_q, n_k,
+    positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
@@ -274,20 +292,20 @@ def _attend(
     """One tile of keys."""
     k_tile = _load_rows(k, batch, kv_head, row, end, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, MASKED)
     scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
-    key = _load_positions(positions, n_q + row + tl.arange(0, BLOCK_K), n_q + n_k)[None, :]
-    if CAP or ALIBI:
-        scores, _ = _score(scores, query[:, None], key, scale_log2, cap_log2, slope, CAP, ALIBI)
-        scale_log2 = 1.0
+    key = (_load_entries(positions_by_tile, n_q + row, n_q + n_k, BLOCK_K) - base).to(tl.float32)
+    scores, unit, _ = _score(scores, query[:, None], key[None, :], scale_log2, cap_log2, slope, CAP, ALIBI)
     if MASKED:
         key_row = row + tl.arange(0, BLOCK_K)[None, :]
         seen = _within(key_row, first[:, None], tl.maximum(tl.minimum(last, end), first)[:, None])
         scores = tl.where(seen, scores, NEG_INF)
-    p, rescale, row_max, row_sum = _online_softmax_update(scores, row_max, row_sum, scale_log2, MASKED)
+    p, rescale, row_max, row_sum = _online_softmax_update(scores, row_max, row_sum, unit, MASKED)
     v_tile = _load_rows(
         v, batch, kv_head, row, end, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, MASKED
     )
     if DROP:
-        p = tl.where(_kept(row_a[:, None], row_b[:, None], key, drop_below), p, 0.0)
+        key_words = _load_entries(words_by_tile, n_q + row, n_q + n_k, BLOCK_K)
+        p = _sign(p, _kept(row_words[:, None], key_words[None, :], drop_below))
+        p = tl.maximum(p, 0.0)  # chosen in fp32: LLVM would make `where(kept, p, 0)` in bf16, five instructions a score
     # [Q, K] @ [K, DV] -> [Q, DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
@@ -295,7 +313,8 @@ def _attend(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward_kernel(
-    q, k, v, out, lse, ranges, seen_rows, sinks, positions, slopes, head_words,
+    q, k, v, out, lse, ranges, seen_rows, sinks, positions, words, slopes, head_words,
+    positions_by_tile, words_by_tile,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh,
     n_q, n_k, scale_log2, heads_per_kv, cap_log2, drop_below, keep_scale,
@@ -320,8 +339,9 @@ def _forward_kernel(
     row_max = tl.full([BLOCK_Q], NEG_INF, tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     any_head = batch.to(tl.int64) * tl.num_programs(1) + head  # counted over batches
-    query = _load_positions(positions, rows_q, n_q)
-    row_a, row_b = _load_words(head_words, any_head, query, DROP)
+    base = _load_base(positions, row_q)
+    query = (_load_entries(positions, row_q, n_q, BLOCK_Q) - base).to(tl.float32)
+    row_words = _load_entries(words, row_q, n_q, BLOCK_Q) * _load_head_word(head_words, any_head, DROP)
     slope = _load_slope(slopes, any_head, ALIBI)
 
     tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_K)
@@ -329,7 +349,7 @@ def _forward_kernel(
         acc, row_max, row_sum = _attend(
             q_tile, k, v, acc, row_max, row_sum, None, None, batch, kv_head, full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions, query, row_a, row_b, slope, cap_log2, drop_below, n_q, n_k,
+            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
     first, last = _load_seen(seen_rows, rows_q, n_q, n_q, n_k)
@@ -338,7 +358,7 @@ def _forward_kernel(
         acc, row_max, row_sum = _attend(
             q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions, query, row_a, row_b, slope, cap_log2, drop_below, n_q, n_k,
+            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
 
@@ -400,7 +420,7 @@ def _delta_kernel(
 def _dq_step(
     q_tile, dout_tile, k, v, dq, lse_rows, delta_rows, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    positions, query, row_a, row_b, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
+    positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
@@ -411,25 +431,27 @@ def _dq_step(
         v, batch, kv_head, row, end, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, MASKED
     )
     scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
-    key = _load_positions(positions, n_q + row + tl.arange(0, BLOCK_K), n_q + n_k)[None, :]
-    scores, derivative = _score(scores, query[:, None], key, scale_log2, cap_log2, slope, CAP, ALIBI)
-    p = tl.exp2(scores - lse_rows[:, None])
+    key = (_load_entries(positions_by_tile, n_q + row, n_q + n_k, BLOCK_K) - base).to(tl.float32)
+    scores, unit, derivative = _score(scores, query[:, None], key[None, :], scale_log2, cap_log2, slope, CAP, ALIBI)
+    p = tl.exp2(scores * unit - lse_rows[:, None])
+    if CAP is not None:
+        p *= derivative
     if MASKED:
         key_row = row + tl.arange(0, BLOCK_K)[None, :]
         seen = _within(key_row, first[:, None], tl.maximum(tl.minimum(last, end), first)[:, None])
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)  # [Q, DV] @ [DV, K] -> [Q, K]
     if DROP:
-        dp = tl.where(_kept(row_a[:, None], row_b[:, None], key, drop_below), dp * keep_scale, 0.0)
+        key_words = _load_entries(words_by_tile, n_q + row, n_q + n_k, BLOCK_K)
+        dp = tl.where(_kept(row_words[:, None], key_words[None, :], drop_below), dp, 0.0) * keep_scale
     ds = p * (dp - delta_rows[:, None])
-    if CAP:
-        ds *= derivative
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)  # [Q, K] @ [K, D] -> [Q, D]
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _dq_kernel(
-    q, k, v, dout, lse, delta, dq, ranges, seen_rows, positions, slopes, head_words,
+    q, k, v, dout, lse, delta, dq, ranges, seen_rows, positions, words, slopes, head_words,
+    positions_by_tile, words_by_tile,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     n_q, n_k, low, high, scale, scale_log2, heads_per_kv, cap_log2, drop_below, keep_scale,
@@ -458,8 +480,9 @@ def _dq_kernel(
     )
     any_head = batch.to(tl.int64) * tl.num_programs(1) + head  # counted over batches
     head_rows = any_head * n_q
-    query = _load_positions(positions, rows_q, n_q)
-    row_a, row_b = _load_words(head_words, any_head, query, DROP)
+    base = _load_base(positions, row_q)
+    query = (_load_entries(positions, row_q, n_q, BLOCK_Q) - base).to(tl.float32)
+    row_words = _load_entries(words, row_q, n_q, BLOCK_Q) * _load_head_word(head_words, any_head, DROP)
     slope = _load_slope(slopes, any_head, ALIBI)
     lse_rows = tl.load(lse + head_rows + rows_q, mask=in_rows, other=float("inf")) * LOG2E
     delta_rows = tl.load(delta + head_rows + rows_q, mask=in_rows, other=0.0)
@@ -471,7 +494,8 @@ def _dq_kernel(
             q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, None, None, batch, kv_head,
             full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions, query, row_a, row_b, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
+            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, keep_scale,
+            n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
     first, last = _load_seen(seen_rows, rows_q, n_q, n_q, n_k)
@@ -480,7 +504,8 @@ def _dq_kernel(
         acc = _dq_step(
             q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions, query, row_a, row_b, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
+            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, keep_scale,
+            n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
 
@@ -492,53 +517,59 @@ def _dq_kernel(
 def _dkv_step(
     k_tile, v_tile, q, dout, lse, delta, dk, dv, key_row, seen_rows, batch, head, row, end, any_head, n_q, n_k,
     scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-    positions, key, slopes, head_words, cap_log2, drop_below, keep_scale,
+    positions_by_tile, words_by_tile, base, key, key_words, slopes, head_words, cap_log2, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV from one tile of queries; scores transposed, so that P and dS are left operands of their products."""
     rows = row + tl.arange(0, BLOCK_Q)
-    head_rows = any_head * n_q
+    first_row = any_head * n_q + row
     q_tile = _load_rows(q, batch, head, row, end, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, MASKED)
     dout_tile = _load_rows(
         dout, batch, head, row, end, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, TMA, MASKED
     )
     scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # [K, D] @ [D, Q] -> [K, Q]
     if MASKED:
-        lse_rows = tl.load(lse + head_rows + rows, mask=rows < end, other=float("inf")) * LOG2E  # p = 0 past the end
+        lse_rows = (
+            tl.load(lse + first_row + tl.arange(0, BLOCK_Q), mask=rows < end, other=float("inf")) * LOG2E
+        )  # p = 0 past the end
     else:
-        lse_rows = tl.load(lse + head_rows + rows) * LOG2E
-    query = _load_positions(positions, rows, n_q)
+        lse_rows = tl.load(lse + first_row + tl.arange(0, BLOCK_Q)) * LOG2E
+    query = (_load_entries(positions_by_tile, row, n_q, BLOCK_Q) - base).to(tl.float32)
     slope = _load_slope(slopes, any_head, ALIBI)
-    scores, derivative = _score(scores, query[None, :], key[:, None], scale_log2, cap_log2, slope, CAP, ALIBI)
-    p = tl.exp2(scores - lse_rows[None, :])
+    scores, unit, derivative = _score(scores, query[None, :], key[:, None], scale_log2, cap_log2, slope, CAP, ALIBI)
+    p = tl.exp2(scores * unit - lse_rows[None, :])
     if MASKED:
         first, last = _load_seen(seen_rows, rows, end, n_q, n_k)
         p = tl.where(_within(key_row[:, None], first[None, :], last[None, :]), p, 0.0)
     weights = p
     if DROP:
-        row_a, row_b = _load_words(head_words, any_head, query, DROP)
-        kept = _kept(row_a[None, :], row_b[None, :], key[:, None], drop_below)
-        weights = tl.where(kept, p * keep_scale, 0.0)
-    dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)  # [K, Q] @ [Q, DV] -> [K, DV]
+        key_words *= _load_head_word(head_words, any_head, DROP)
+        row_words = _load_entries(words_by_tile, row, n_q, BLOCK_Q)
+        p = _sign(p, _kept(row_words[None, :], key_words[:, None], drop_below))
+        weights = tl.maximum(p, 0.0)  # keep_scale comes at the end
+    weights = weights.to(dout_tile.dtype)
+    if CAP is not None:
+        p *= derivative
+    dv = tl.dot(weights, dout_tile, dv, input_precision=PRECISION)  # [K, Q] @ [Q, DV] -> [K, DV]
     dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)  # [K, DV] @ [DV, Q] -> [K, Q]
     if MASKED:
-        delta_rows = tl.load(delta + head_rows + rows, mask=rows < end, other=0.0)
+        delta_rows = tl.load(delta + first_row + tl.arange(0, BLOCK_Q), mask=rows < end, other=0.0)
     else:
-        delta_rows = tl.load(delta + head_rows + rows)
+        delta_rows = tl.load(delta + first_row + tl.arange(0, BLOCK_Q))
     if DROP:
-        dp = tl.where(kept, dp * keep_scale, 0.0)
+        dp = tl.where(p > 0, dp, 0.0) * keep_scale
+        p = tl.abs(p)
     ds = p * (dp - delta_rows[None, :])
-    if CAP:
-        ds *= derivative
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)  # [K, Q] @ [Q, D] -> [K, D]
     return dk, dv
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _dkv_kernel(
-    q, k, v, dout, lse, delta, dk, dv, ranges, seen_rows, positions, slopes, head_words,
+    q, k, v, dout, lse, delta, dk, dv, ranges, seen_rows, positions, words, slopes, head_words,
+    positions_by_tile, words_by_tile,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_wb, stride_ws, stride_wh,
     n_q, n_k, low, high, scale, scale_log2, heads_per_kv, first_head, n_heads, cap_log2, drop_below, keep_scale,
@@ -564,7 +595,9 @@ def _dkv_kernel(
     v_tile = _load_rows(
         v, batch, kv_head, row_k, n_k, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, False, True
     )
-    key = _load_positions(positions, n_q + rows_k, n_q + n_k)
+    base = _load_base(positions, n_q + row_k)
+    key = (_load_entries(positions, n_q + row_k, n_q + n_k, BLOCK_K) - base).to(tl.float32)
+    key_words = _load_entries(words, n_q + row_k, n_q + n_k, BLOCK_K)
     heads_before = batch.to(tl.int64) * tl.num_programs(1) * heads_per_kv  # in other batches
     acc_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
@@ -577,7 +610,8 @@ def _dkv_kernel(
             k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
             full_begin + i % tiles_full * BLOCK_Q, end, heads_before + head, n_q, n_k,
             scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-            positions, key, slopes, head_words, cap_log2, drop_below, keep_scale,
+            positions_by_tile, words_by_tile, base, key, key_words, slopes, head_words,
+            cap_log2, drop_below, keep_scale,
             D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
     begin, full_begin, full_end, end = _load_range(
@@ -592,10 +626,13 @@ def _dkv_kernel(
             k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
             row, stop, heads_before + head, n_q, n_k,
             scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-            positions, key, slopes, head_words, cap_log2, drop_below, keep_scale,
+            positions_by_tile, words_by_tile, base, key, key_words, slopes, head_words,
+            cap_log2, drop_below, keep_scale,
             D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
 
+    if DROP:
+        acc_dv *= keep_scale
     in_rows = (rows_k < n_k)[:, None]
     dk_rows = _rows_pointers(dk, batch, kv_head, row_k, stride_gb, stride_gs, stride_gh, BLOCK_K, BLOCK_D)
     dv_rows = _rows_pointers(dv, batch, kv_head, row_k, stride_wb, stride_ws, stride_wh, BLOCK_K, BLOCK_DV)
@@ -637,23 +674,22 @@ class Tiles:
 
 
 @lru_cache
-def choose_tiles(
-    head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int], plain: bool = True
-) -> Tiles:
+def choose_tiles(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int], options: int = 0) -> Tiles:
     """The tiles for a shape, dtype and compute capability: a pure function, so every rank makes the same choice.
 
-    Scores that are not `plain`, a scale and no more, take registers, and smaller tiles (not measured yet).
+    Of softcap, ALiBi and dropout, `options` are asked for. Each takes registers, and smaller tiles (not measured yet).
     """
     dim = max(_padded(head_dim), _padded(v_dim))
     if dtype == torch.float32:
         block = 64 if dim <= 64 else 32
         tile = Tile(block, block if dim <= 128 else 16, 4, 1 if dim > 128 else 2, tma=False)
         return Tiles(tile, tile, tile)
-    if capability[0] in (9, 10) and not plain:
+    if capability[0] in (9, 10) and options:
         if dim <= 64:
             return Tiles(Tile(64, 128, 4, 3, True), Tile(64, 64, 4, 3, True, True), Tile(64, 64, 4, 2, True))
         if dim <= 128:
-            return Tiles(Tile(128, 128, 8, 3, True), Tile(64, 64, 4, 3, True, True), Tile(64, 64, 8, 2, True))
+            dkv = Tile(64, 64, 4 if options == 1 else 8, 2, True)
+            return Tiles(Tile(128, 128, 8, 3, True), Tile(64, 64, 4, 3, True, True), dkv)
         return Tiles(Tile(128, 64, 8, 2, True), Tile(128, 32, 8, 2, True), Tile(32, 64, 8, 1, True))
     if capability[0] in (9, 10):  # data-centre GPUs with TMA and 227 KiB of shared memory; measured on an H200
         if dim <= 64:
@@ -694,15 +730,22 @@ def kernel_of(
     capability: tuple[int, int],
     *,
     plain: bool = True,
+    alibi: bool = False,
 ) -> Kernels:
     """The kernels that a pass gets: a pure function, so every rank makes the same choice.
 
-    "hopper" (compute capability 9.0, fp16 and bf16) up to head dim 256. Its backward adds to dQ in whatever order
-    programs come: a deterministic pass takes dQ from the portable kernel (see `Ordered`). And it knows scores that are
-    `plain` alone: a scale and no more.
+    "hopper" (compute capability 9.0, fp16 and bf16) up to head dim 256; up to 128 where scores are not `plain`, a scale
+    and no more; never with `alibi`. Its backward adds to dQ in whatever order programs come: a deterministic pass takes
+    dQ from the portable kernel (see `Ordered`).
     """
-    fits = capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and max(head_dim, v_dim) <= 256
-    return "hopper" if HAS_GLUON and fits and plain else "portable"
+    fits = capability == (9, 0) and dtype in (torch.float16, torch.bfloat16) and not alibi
+    return "hopper" if HAS_GLUON and fits and max(head_dim, v_dim) <= (256 if plain else 128) else "portable"
+
+
+def _kernel_of(which: Literal["forward", "backward"], q: Tensor, v: Tensor, scoring: Scoring) -> Kernels:
+    dims, capability = (q.shape[3], v.shape[3]), capability_of(q.device)
+    alibi = scoring.slopes is not None
+    return kernel_of(which, *dims, q.dtype, capability, plain=scoring.is_plain, alibi=alibi)
 
 
 class Started(NamedTuple):
@@ -750,11 +793,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
             total = Partial(into.out[part], into.lse[part])
             forward(q[part], k[part], v[part], visit, scoring.of(part), total, first)
         return
-    kernel = kernel_of("forward", q.shape[3], v.shape[3], q.dtype, capability_of(q.device), plain=scoring.is_plain)
-    if kernel == "hopper":
+    if _kernel_of("forward", q, v, scoring) == "hopper":
         from . import hopper_kernel
 
-        hopper_kernel.forward(q, k, v, visit, scoring.scale, scoring.sinks if first else None, into, first)
+        hopper_kernel.forward(q, k, v, visit, scoring, into, first)
     else:
         _forward(q, k, v, visit, scoring, into, first)
 
@@ -770,12 +812,11 @@ def start_backward(
     deterministic: bool = False,
 ) -> State:
     """What the visits of a backward pass share. As `reference.start_backward`."""
-    dims, hopper = (q.shape[3], dout.shape[3]), None
-    kernel = kernel_of("backward", *dims, q.dtype, capability_of(q.device), plain=scoring.is_plain)
-    if kernel == "hopper" and q.numel():
+    hopper = None
+    if q.numel() and _kernel_of("backward", q, dout, scoring) == "hopper":
         from . import hopper_kernel
 
-        hopper = hopper_kernel.start_backward(q, result, dout, dlse, scoring.scale, with_dq=not deterministic)
+        hopper = hopper_kernel.start_backward(q, result, dout, dlse, scoring, with_dq=not deterministic)
         if not deterministic:
             return hopper
     dq = torch.empty(q.shape, dtype=sums, device=q.device)
@@ -814,7 +855,7 @@ def backward(
         if isinstance(state, Ordered):
             _backward_dq(q, k, v, dout, state.portable, visit, scoring, first)
             state = state.hopper
-        hopper_kernel.backward(q, k, v, dout, state, visit, scoring.scale, take_dkv)
+        hopper_kernel.backward(q, k, v, dout, state, visit, scoring, take_dkv)
 
 
 def finish_backward(state: State) -> Tensor:
@@ -847,7 +888,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, in
         n_q=q.shape[1],
         n_k=k.shape[1],
         MERGE=not first,
-        **_scoring(scoring, visit, q.device),
+        **_scoring(scoring, visit, q, tile, tile.block_k),
         **_strides(q=q, k=k, v=v, o=into.out),
         **shape,
     )
@@ -905,7 +946,7 @@ def _backward_dq(
                 ranges=ranges_of(visit, "queries", tile.block_q, q.device),
                 Q_BY_TMA=tile.q_in_registers,
                 ADD=not first or low > 0,
-                **_rows(q, k, state, visit, scoring),
+                **_rows(q, k, state, visit, scoring, tile, tile.block_k),
                 **_strides(q=q, k=k, v=v, o=dout, g=total),
                 **shape,
             )
@@ -942,13 +983,15 @@ def _backward_dkv(
                 n_heads=n_heads,
                 ranges=ranges_of(visit, "keys", tile.block_k, q.device),
                 ADD=not fresh or first_head > 0 or low > 0,
-                **_rows(q, k, state, visit, scoring),
+                **_rows(q, k, state, visit, scoring, tile, tile.block_q),
                 **_strides(q=q, k=k, v=v, o=dout, g=total_dk, w=total_dv),
                 **shape,
             )
 
 
-def _rows(q: Tensor, k: Tensor, state: Started, visit: Visit, scoring: Scoring) -> dict[str, object]:
+def _rows(
+    q: Tensor, k: Tensor, state: Started, visit: Visit, scoring: Scoring, tile: Tile, streamed: int
+) -> dict[str, object]:
     """What both backward kernels take of the queries' rows and are told of scores."""
     return {
         "lse": state.lse,
@@ -957,29 +1000,42 @@ def _rows(q: Tensor, k: Tensor, state: Started, visit: Visit, scoring: Scoring) 
         "n_q": q.shape[1],
         "n_k": k.shape[1],
         "scale": scoring.scale,
-        **_scoring(scoring, visit, q.device),
+        **_scoring(scoring, visit, q, tile, streamed),
     }
 
 
-def _scoring(scoring: Scoring, visit: Visit, device: torch.device) -> dict[str, object]:
-    """What all three kernels are told of scores."""
-    by_position = scoring.slopes is not None or scoring.head_words is not None
+def _scoring(scoring: Scoring, visit: Visit, q: Tensor, tile: Tile, streamed: int) -> dict[str, object]:
+    """What all three kernels are told of scores; they stream tiles of `streamed` rows."""
+    positions = None if scoring.slopes is None else positions_of(visit, q.device)
+    words = None if scoring.head_words is None else words_of(visit, q.device)
+    softcap = scoring.softcap
     return {
-        "scale_log2": scoring.scale * LOG2E.value,
-        "cap_log2": (scoring.softcap or 0.0) * LOG2E.value,
-        "positions": positions_of(visit, device) if by_position else None,
+        "scale_log2": scoring.scale * LOG2E.value if softcap is None else scoring.scale / softcap,
+        "cap_log2": (softcap or 0.0) * LOG2E.value,
+        "positions": positions,
+        "words": words,
+        "positions_by_tile": _entries(positions, streamed, tile),
+        "words_by_tile": _entries(words, streamed, tile),
         "slopes": scoring.slopes,
         "head_words": scoring.head_words,
         "drop_below": scoring.drop_below,
         "keep_scale": 1 / (1 - scoring.dropout_p),
-        "CAP": scoring.softcap is not None,
+        "CAP": None if softcap is None else "fast" if q.is_cuda and q.dtype != torch.float32 else "exact",
         "ALIBI": scoring.slopes is not None,
         "DROP": scoring.head_words is not None,
     }
 
 
+def _entries(table: Tensor | None, rows: int, tile: Tile):
+    """What a kernel streams `[rows]` entries of a table from, as `_source`. Tiles begin anywhere: GPUs take that,
+    Triton's interpreter does not."""
+    if table is None or not tile.tma or not table.is_cuda:
+        return table
+    return TensorDescriptor(table, [len(table)], [1], [rows])
+
+
 def _tiles(q: Tensor, v: Tensor, scoring: Scoring) -> Tiles:
-    return choose_tiles(q.shape[3], v.shape[3], q.dtype, capability_of(q.device), scoring.is_plain)
+    return choose_tiles(q.shape[3], v.shape[3], q.dtype, capability_of(q.device), scoring.options)
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, object]:

@@ -186,7 +186,7 @@ def _attention(
 
 
 def _head_words(q: Tensor, seed: Tensor | None, group: str) -> Tensor | None:
-    """The words of every head, int32 `(b, h, 2)` on q's device, from rank 0's seed; `None` where nothing is dropped."""
+    """The word of every head, int32 `(b, h)` on q's device, from rank 0's seed; `None` where nothing is dropped."""
     if seed is None:
         return None
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -243,7 +243,7 @@ attention = torch.library.custom_op(
 def _(q, k, v, sinks, slopes, seed, *_):
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    words = 0 if seed is None else (q.shape[0], q.shape[2], 2)
+    words = 0 if seed is None else (q.shape[0], q.shape[2])
     return out, lse, q.new_empty(words, dtype=torch.int32)
 
 

@@ -17,7 +17,7 @@ from .layout import count_rows
 from .mask import Mask
 from .merge import NEG_INF, Partial, Sums, merge, start_partial
 from .plan import Visit
-from .score import Scoring, kept, make_head_words
+from .score import Scoring, kept, make_head_words, make_words, threshold
 
 BLOCK = 256  # rows a step: scores take b * h * BLOCK * keys
 
@@ -81,7 +81,7 @@ def dense_attention(
     if dropout_p:
         assert seed is not None
         words = make_head_words(seed, q.shape[0], q.shape[1] * q.shape[2]).to(q.device)
-        keep = kept(words, query_positions, key_positions, round(dropout_p * 2**31))
+        keep = kept(words, *make_words(query_positions, key_positions), threshold(dropout_p))
         weights = weights * rearrange(keep, "b (g r) q k -> b g r q k", g=k.shape[2]) / (1 - dropout_p)
     out = torch.einsum("bgrqk, bkgd -> bqgrd", weights, v.double())
     return rearrange(out, "b q g r d -> b q (g r) d"), rearrange(lse, "b g r q -> b (g r) q")
@@ -217,7 +217,7 @@ def _kept(visit: Visit, scoring: Scoring, rows: slice, keys: slice, kv_heads: in
     if scoring.head_words is None:
         return None
     query, key = _positions(visit, rows, keys, scoring.head_words.device)
-    keep = kept(scoring.head_words, query, key, scoring.drop_below)
+    keep = kept(scoring.head_words, *make_words(query, key), scoring.drop_below)
     return rearrange(keep, "b (g r) q k -> b g r q k", g=kv_heads)
 
 

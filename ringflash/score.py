@@ -5,9 +5,15 @@
 
 Note [Which weights are dropped]. A weight is kept or not by a hash of (seed, batch, head, query position, key position)
 alone, so every world size, layout and backend drops the same ones, and the backward pass the ones that the forward pass
-dropped, with nothing stored. Of the seed and the head come two words, of those and the query two more; they enter at
-two places between the multiplications that mix the key in, so no two queries have the same sequence of keys, shifted
-or not. Words have 32 bits; `local_kernel.py` says the same in Triton.
+dropped, with nothing stored. Everything is mixed before it comes to a pair: each head has an odd word of 32 bits, and
+so has each query and each key position, no two the same. A weight is kept where
+
+    head's word * query's word * key's word    (32 bits, signed)
+
+is no less than a threshold. That is one multiplication a weight: the head's comes to the side that is made more rarely.
+Multiplied by an odd word, odd words are permuted, so of every query and of every key the expected share is dropped, and
+no head's pattern says anything of another's. Probabilities are multiples of 2^-31. `local_kernel.py`,
+`hopper_forward.py` and `hopper_backward.py` say the same.
 """
 
 from typing import NamedTuple
@@ -16,7 +22,6 @@ import torch
 from torch import Tensor
 
 WORD = 2**32 - 1
-KEEP_BITS = 31  # of a word decide: its top ones
 
 
 class Scoring(NamedTuple):
@@ -26,13 +31,18 @@ class Scoring(NamedTuple):
     softcap: float | None = None
     slopes: Tensor | None = None  # ALiBi: fp32 or fp64 (b, h)
     dropout_p: float = 0.0
-    head_words: Tensor | None = None  # where weights are dropped: int32 (b, h, 2), see `make_head_words`
+    head_words: Tensor | None = None  # where weights are dropped: int32 (b, h), see `make_head_words`
     sinks: Tensor | None = None  # fp32 or fp64 (h,), contiguous: one more key's score, for the first visit alone
 
     @property
     def is_plain(self) -> bool:
         """A scale and nothing else? Sinks are no matter: a visit sees them when its sums are done."""
-        return self.softcap is None and self.slopes is None and self.head_words is None
+        return self.options == 0
+
+    @property
+    def options(self) -> int:
+        """How many of softcap, ALiBi and dropout there are."""
+        return sum(x is not None for x in (self.softcap, self.slopes, self.head_words))
 
     def of(self, batches: slice) -> "Scoring":
         slopes, words = (None if x is None else x[batches] for x in (self.slopes, self.head_words))
@@ -40,38 +50,50 @@ class Scoring(NamedTuple):
 
     @property
     def drop_below(self) -> int:
-        """A weight is dropped where the top bits of its word are below this."""
-        return round(self.dropout_p * 2**KEEP_BITS)
+        return threshold(self.dropout_p)
+
+
+def threshold(dropout_p: float) -> int:
+    """A weight is dropped where its hash, 32 bits with a sign, is below this."""
+    return min(round(dropout_p * 2**32), WORD) - 2**31
 
 
 def make_head_words(seed: Tensor, batch: int, heads: int) -> Tensor:
-    """Two words of each head, int32 `(batch, heads, 2)`, from a seed, int64 `(1,)`, on its device."""
+    """The word of each head, int32 `(batch, heads)`, odd, from a seed, int64 `(1,)`, on its device."""
     head = torch.arange(batch * heads, device=seed.device)
     low = _mix(_mix(seed & WORD) ^ head)
     high = _mix(_mix((seed >> 32 & WORD) ^ 0x9E3779B9) + low & WORD)
-    words = torch.stack([low, _mix(high ^ _mix(head))], dim=1).reshape(batch, heads, 2)
-    return (words - (words >> 31 << 32)).to(torch.int32)  # the same bits
+    return _signed(_mix(high ^ _mix(head)) | 1).to(torch.int32).reshape(batch, heads)
 
 
-def kept(head_words: Tensor, query: Tensor, key: Tensor, drop_below: int) -> Tensor:
+def make_words(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The words of query and key positions: int32, odd, and no two the same of positions less than 2^31 apart."""
+    return _odd_word(query, 0x2545F491), _odd_word(key, 0x1B873593)
+
+
+def kept(head_words: Tensor, query_words: Tensor, key_words: Tensor, drop_below: int) -> Tensor:
     """Boolean `(..., queries, keys)`: which weights are kept. See Note [Which weights are dropped].
 
     Args:
-        head_words: int32 `(..., 2)`.
-        query, key: positions, integers `(queries,)` and `(keys,)`.
+        head_words: int32, of `make_head_words`.
+        query_words, key_words: int32 `(queries,)` and `(keys,)`, of `make_words`.
+        drop_below: see `threshold`.
     """
-    word_a, word_b = (head_words.long() & WORD)[..., None, :].unbind(-1)  # (..., 1)
-    query, key = query.long() & WORD, key.long() & WORD
-    row_a = _mix(word_a ^ _mix(query))
-    row_b = _mix(word_b + query * 0x9E3779B1 & WORD)
-    x = key * 0x9E3779B1 & WORD ^ row_a[..., None]
-    x = (x ^ x >> 16) * 0x85EBCA6B & WORD
-    x = (x ^ x >> 13) + row_b[..., None] & WORD
-    return _mix(x) >> (32 - KEEP_BITS) >= drop_below
+    return head_words[..., None, None] * query_words[:, None] * key_words >= drop_below
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A word whose every bit depends on every bit of `x`: the finisher of MurmurHash3."""
-    x = (x ^ x >> 16) * 0x85EBCA6B & WORD
-    x = (x ^ x >> 13) * 0xC2B2AE35 & WORD
+def _mix(x: Tensor, word: int = WORD) -> Tensor:
+    """A word whose every bit depends on every bit of `x`, and no two the same: the finisher of MurmurHash3."""
+    x = (x ^ x >> 16) * 0x85EBCA6B & word
+    x = (x ^ x >> 13) * 0xC2B2AE35 & word
     return x ^ x >> 16
+
+
+def _signed(x: Tensor) -> Tensor:
+    """The same 32 bits as a number with a sign."""
+    return x - (x >> 31 << 32)
+
+
+def _odd_word(position: Tensor, salt: int) -> Tensor:
+    half = WORD >> 1
+    return _signed(_mix((position.long() ^ salt) & half, half) * 2 + 1).to(torch.int32)

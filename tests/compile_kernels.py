@@ -20,6 +20,7 @@ from ringflash.local_kernel import Tile
 from ringflash.mask import Mask
 from ringflash.merge import Partial, Sums
 from ringflash.plan import plan_one
+from ringflash.score import Scoring
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 KERNELS = {
@@ -30,9 +31,10 @@ KERNELS = {
 FORWARD_KERNEL, BACKWARD_KERNEL = hopper_kernel.forward_kernel, hopper_kernel.backward_kernel
 WIDE_BACKWARD_KERNEL = hopper_kernel.wide_backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
+TABLES_BY_TILE = ("positions_by_tile", "words_by_tile")
 WIDE_ARGUMENTS = ("scale", "scale_log2", "cap_log2", "keep_scale")
 FP32_POINTERS = ("lse", "delta", "slopes", "sinks")
-INT_POINTERS = ("ranges", "seen_rows", "positions", "head_words")
+INT_POINTERS = ("ranges", "seen_rows", "positions", "words", "head_words")
 
 
 @dataclass
@@ -84,11 +86,14 @@ def compile_kernel(
         "D": dim, "DV": v_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d,
         "BLOCK_DV": block_dv, "MERGE": accumulate, "ADD": accumulate, "TMA": tile.tma,
         "Q_BY_TMA": tile.q_in_registers, "PRECISION": local_kernel._precision(dtype),
-        "CAP": softcap, "ALIBI": alibi, "DROP": dropout,
+        "CAP": None if not softcap else "exact" if dtype == torch.float32 else "fast", "ALIBI": alibi, "DROP": dropout,
     }  # fmt: skip
     given = {
         "seen_rows": not full,
-        "positions": alibi or dropout,
+        "positions": alibi,
+        "positions_by_tile": alibi,
+        "words": dropout,
+        "words_by_tile": dropout,
         "slopes": alibi,
         "head_words": dropout,
         "sinks": sinks,
@@ -107,6 +112,9 @@ def compile_kernel(
             signature[argument] = f"tensordesc<{name}[1, {rows}, 1, {cols}]>" if by_tma else f"*{name}"
         elif argument in ("out", "dq", "dk", "dv"):
             signature[argument] = "*fp32" if accumulate else f"*{name}"
+        elif argument in TABLES_BY_TILE:
+            rows = tile.block_q if kernel == "dkv" else tile.block_k
+            signature[argument] = f"tensordesc<i32[{rows}]>" if tile.tma else "*i32"
         elif argument in FP32_POINTERS:
             signature[argument] = "*fp32"
         elif argument in INT_POINTERS:
@@ -146,6 +154,8 @@ def compile_hopper(
     full: bool = False,
     without_dq: bool = False,
     sinks: bool = False,
+    softcap: bool = False,
+    dropout: bool = False,
 ) -> Compiled:
     """Compile the Hopper kernel "forward" or "backward" for what its launcher passes; options as `compile_kernel`."""
     sums = torch.float32 if accumulate else dtype
@@ -154,21 +164,22 @@ def compile_hopper(
     total = Partial(dout.to(sums), torch.zeros(2, 4, 64))
     visit = plan_one(Mask() if full else Mask(right=0), 64, 64).visits[0]
     assert visit is not None
+    head_words = torch.zeros(2, 4, dtype=torch.int32) if dropout else None
+    scoring = Scoring(0.1, 30.0 if softcap else None, None, 0.1, head_words, torch.zeros(4) if sinks else None)
     recorder = Recorder()
     forget_launches()
     kernels = dict.fromkeys(("forward_kernel", "backward_kernel", "wide_backward_kernel"), recorder)
     with patch.multiple(hopper_kernel, **kernels):
         if kernel == "forward":
             function = FORWARD_KERNEL
-            sink = torch.zeros(4) if sinks else None
-            hopper_kernel.forward(q, k, v, visit, 0.1, sink, into=total, first=not accumulate)
+            hopper_kernel.forward(q, k, v, visit, scoring, into=total, first=not accumulate)
         else:
             function = BACKWARD_KERNEL if max(dim, v.shape[3]) <= 128 else WIDE_BACKWARD_KERNEL
             rows = torch.zeros(2, 4, 128)
             dq = None if without_dq else torch.zeros(2, 4, 1, 1)
-            state = hopper_kernel.Started(rows, rows, dq, 64, dim, v.shape[3], 0.1, dtype)
+            state = hopper_kernel.Started(rows, rows, dq, 64, dim, v.shape[3], 0.1, 1.0, dtype)
             dkv = k.to(sums), v.to(sums)
-            hopper_kernel.backward(q, k, v, dout, state, visit, 0.1, lambda: Sums(*dkv, fresh=not accumulate))
+            hopper_kernel.backward(q, k, v, dout, state, visit, scoring, lambda: Sums(*dkv, fresh=not accumulate))
     arguments = recorder.arguments
     options = {name: arguments.pop(name) for name in ("num_warps", "maxnreg")}
     assert set(arguments) == set(function.arg_names)

@@ -3,7 +3,7 @@ small kernels in Triton's interpreter. Doubles stand in for the Gluon kernels. R
 """
 
 import os
-from math import inf, nan
+from math import inf, log, nan
 
 import hopper_emulation as emulation
 import pytest
@@ -14,7 +14,7 @@ from interpreter_cases import BACKEND, MASKS, TOLERANCE, check, dense
 from ringflash import flash_attention, hopper_kernel, launch, local_kernel, plan
 from ringflash.mask import Mask
 from ringflash.merge import Partial, Sums
-from ringflash.score import Scoring
+from ringflash.score import Scoring, make_head_words
 from ringflash.testing import random_inputs, relative_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -97,9 +97,33 @@ def test_a_call_without_sinks_is_another_launch_than_one_with_them(doubles):
     assert hopper_kernel._forward_launch.cache_info().currsize == 2
 
 
-def test_sinks_come_with_hopper_kernels_and_a_softcap_without(doubles):
+OPTIONS = {
+    "softcap": {"softcap": 1.5},
+    "dropout": {"dropout_p": 0.3, "seed": torch.tensor([2**40 + 7])},
+    "both": {"softcap": 2.0, "dropout_p": 0.6, "seed": torch.tensor([5]), "sinks": SINKS[:2]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("layout", "world_size", "mask", "dim"),
+    [("contiguous", 1, "full", 64), ("zigzag", 2, "causal", 128), ("striped", 3, "window", 64)],
+)
+def test_softcap_and_dropout_match_dense_attention(doubles, layout, world_size, mask, dim, options):
+    inputs = random_inputs(2, 203, 2, dim, kv_heads=1, dtype=torch.float16)
+    given = dict(OPTIONS[options])
+    expected = dense(inputs, MASKS[mask], **given)
+    seed = given.pop("seed", None)
+    words = None if seed is None else make_head_words(seed, 2, 2)
+    scoring = Scoring(dim**-0.5, head_words=words, **given)
+    check(emulate_ring(BACKEND, inputs, MASKS[mask], layout, world_size, scoring), expected, TOLERANCE[torch.float16])
+    assert all(double.launches for double in doubles)
+
+
+def test_sinks_come_with_hopper_kernels_and_alibi_without(doubles):
     inputs = random_inputs(1, 20, 4, 64, kv_heads=2, dtype=torch.float16)
-    for scoring, taken in ((Scoring(0.125, sinks=SINKS), True), (Scoring(0.125, 2.0, sinks=SINKS), False)):
+    slopes = torch.ones(1, 4)
+    for scoring, taken in ((Scoring(0.125, 2.0, sinks=SINKS), True), (Scoring(0.125, slopes=slopes), False)):
         for double in doubles:
             double.launches.clear()
         emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, scoring)
@@ -164,7 +188,7 @@ def test_deterministic_gradients_take_dq_from_the_portable_kernel(doubles):
 @pytest.mark.parametrize("query_len", [1, 64, 129, 300])
 def test_dq_comes_out_of_the_order_of_registers(query_len, dim, v_dim):
     q, _, _, dout, dlse = random_inputs(2, query_len, 3, dim, v_head_dim=v_dim, dtype=torch.float16)
-    state = hopper_kernel.start_backward(q, Partial(dout, dlse), dout, None, 0.5, with_dq=True)
+    state = hopper_kernel.start_backward(q, Partial(dout, dlse), dout, None, Scoring(0.5), with_dq=True)
     tile = hopper_kernel.backward_tile(dim, v_dim)
     wanted = torch.randn(q.shape)
     for part in (0.25 * wanted, 0.75 * wanted):
@@ -185,18 +209,23 @@ def test_handing_p_over_above_head_dim_128_makes_gradients_no_more_wrong(monkeyp
     assert all(handed_over <= 1.05 * exact for handed_over, exact in zip(*errors, strict=True)), errors
 
 
+@pytest.mark.parametrize(("softcap", "dropout_p"), [(None, 0.0), (3.0, 0.5)])
 @pytest.mark.parametrize("has_dlse", [True, False])
 @pytest.mark.parametrize(("query_len", "dim"), [(1, 64), (200, 40), (128, 128), (130, 256)])
-def test_a_pass_starts_with_rows_of_whole_tiles(query_len, dim, has_dlse):
+def test_a_pass_starts_with_rows_of_whole_tiles(query_len, dim, has_dlse, softcap, dropout_p):
     q, _, _, dout, dlse = random_inputs(2, query_len, 3, dim, dtype=torch.float16)
     out, lse = torch.randn_like(dout), torch.randn_like(dlse)
     lse[1, 2, 0] = -inf
     strided = dlse.transpose(1, 2).contiguous().transpose(1, 2)
-    state = hopper_kernel.start_backward(q, Partial(out, lse), dout, strided if has_dlse else None, 0.5, with_dq=True)
+    scoring = Scoring(0.5, softcap, dropout_p=dropout_p)
+    dlse_given = strided if has_dlse else None
+    state = hopper_kernel.start_backward(q, Partial(out, lse), dout, dlse_given, scoring, with_dq=True)
     rows = state.minus_lse.shape[2]
     assert rows % hopper_kernel.backward_tile(dim, dim).block_q == 0 and rows - query_len < 128
     delta = (out.float() * dout.float()).sum(3).transpose(1, 2) - (dlse if has_dlse else 0.0)
     assert torch.allclose(state.delta, delta, rtol=1e-5, atol=1e-5)
-    assert torch.equal(state.minus_lse[..., :query_len], torch.where(lse == -inf, -inf, -lse / 0.5))
+    unit = 0.5 if softcap is None else log(2)
+    assert torch.equal(state.minus_lse[..., :query_len], torch.where(lse == -inf, -inf, -lse / unit))
+    assert torch.equal(state.minus_delta[..., :query_len], -state.delta * (1 - dropout_p))
     assert (state.minus_lse[..., query_len:] == -inf).all() and not state.minus_delta[..., query_len:].any()
     assert state.dq is not None and not state.dq.any()

@@ -65,6 +65,14 @@ def seen_by_rows(seen: Tensor | None, rows: Tensor, n_q: int, n_k: int) -> tuple
     return tuple(torch.where(rows < n_q, end[inside], 0) for end in seen)  # pyright: ignore[reportReturnType]
 
 
+def kept(a: dict[str, Any], batch: int, head: int, rows: Tensor, keys: Tensor) -> Tensor:
+    """Boolean `(rows, keys)`, by what a launcher passes of words; anything past the end."""
+    n_q, n_k = a["n_q"], a["n_k"]
+    assert a["words"].shape == (n_q + n_k,) and a["head_words"].is_contiguous()
+    row_words, key_words = a["words"][rows.clamp(max=n_q - 1)], a["words"][n_q + keys.clamp(max=n_k - 1)]
+    return a["head_words"][batch, head] * row_words[:, None] * key_words >= a["drop_below"]
+
+
 def taken(programs: int, n_work: int, schedule: Tensor | None) -> list[int]:
     """The pieces of work that programs take."""
     if schedule is None:
@@ -100,18 +108,23 @@ def forward(grid: tuple[int, ...], **a: Any) -> None:
         rows = torch.arange(block * block_q, (block + 1) * block_q)
         first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
         q = torch.cat([tile_of(a["q_desc"], batch, row, head) for row in rows[:: a["ROWS"]].tolist()])
-        scores, values = [], []
+        scores, values, keys = [], [], []
         for tile in tiles:
             key = torch.arange(tile * block_k, (tile + 1) * block_k)
-            s = q @ tile_of(a["k_desc"], batch, tile * block_k, head // a["heads_per_kv"]).T * a["scale_log2"]
+            s = q @ tile_of(a["k_desc"], batch, tile * block_k, head // a["heads_per_kv"]).T
+            s = (s if a["cap_scale"] is None else torch.tanh(s * a["cap_scale"])) * a["scale_log2"]
             if tile not in full:
                 s = s.masked_fill((key < first[:, None]) | (key >= last[:, None]), NEG_INF)
+            keys.append(key)
             scores.append(s)
             values.append(tile_of(a["v_desc"], batch, tile * block_k, head // a["heads_per_kv"]))
         scores = torch.cat(scores, 1)
         lse = torch.logsumexp(scores * LN2, 1)
         pivot = torch.where(lse == NEG_INF, 0.0, lse)
-        out = torch.exp(scores * LN2 - pivot[:, None]) @ torch.cat(values)
+        p = torch.exp(scores * LN2 - pivot[:, None])
+        if a["words"] is not None:
+            p = p * kept(a, batch, head, rows, torch.cat(keys)) * a["keep_scale"]
+        out = p @ torch.cat(values)
         if a["sinks"] is not None:
             assert not a["MERGE"], "sinks belong to the first visit"
             total = torch.logaddexp(lse, a["sinks"][head])
@@ -177,19 +190,29 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
             rows = torch.arange(tile * block_q, (tile + 1) * block_q)
             q = tile_of(a["q_desc"], batch, tile * block_q, head)
             dout = tile_of(a["dout_desc"], batch, tile * block_q, head)
-            scores = k @ q.T + a["lse"][batch, head, rows]
+            lse, cap = a["lse"][batch, head, rows], a["cap"]
+            if cap is None:
+                scores, slope = (k @ q.T + lse) * a["scale"] * LOG2E, 1.0
+            else:
+                tanh = torch.tanh(k @ q.T * a["cap_scale"])
+                scores, slope = tanh * cap * LOG2E + lse, 1 - tanh.square()
             if tile not in full:
                 first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
                 scores = scores.masked_fill((key[:, None] < first) | (key[:, None] >= last), NEG_INF)
-            p = torch.exp2(scores * a["scale"] * LOG2E)
-            dp = v @ dout.T + a["delta"][batch, head, rows]
-            ds = ((p if block_k == 128 else p_sent(p, narrow)) * dp).to(narrow).float()
-            dv += p.to(narrow).float() @ dout
+            p = torch.exp2(scores)
+            delta = a["delta"][batch, head, rows]
+            dp, weights = v @ dout.T + delta, p
+            if a["words"] is not None:
+                keep = kept(a, batch, head, rows, key).T
+                dp, weights = torch.where(keep, dp, delta), p * keep
+            ds = ((p if block_k == 128 else p_sent(p, narrow)) * slope * dp).to(narrow).float()
+            dv += weights.to(narrow).float() @ dout
             dk += ds @ q
             if a["WITH_DQ"]:
                 a["dq"][batch, head, tile, places] += (ds.T @ k).flatten()
         here = slice(block * block_k, min(n_k, (block + 1) * block_k))
-        for result, total in ((a["dk"], dk * a["scale"]), (a["dv"], dv)):
+        keep_scale = 1.0 if a["words"] is None else a["keep_scale"]
+        for result, total in ((a["dk"], dk * a["scale"] * keep_scale), (a["dv"], dv * keep_scale)):
             assert result.is_contiguous() and result.shape[:3] == (n_batches, n_k, kv_heads)
             total = total[: here.stop - here.start, : result.shape[3]]
             result[batch, here, kv_head] = (result[batch, here, kv_head] + total if a["ADD"] else total).to(

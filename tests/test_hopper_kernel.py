@@ -56,10 +56,12 @@ def test_other_gpus_and_fp32_take_the_portable_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
-def test_scores_with_more_than_a_scale_get_the_portable_kernels(which):
-    assert kernel_of(which, 128, 128, torch.bfloat16, (9, 0), plain=False) == "portable"
+def test_scores_with_more_than_a_scale_get_the_portable_kernels_above_head_dim_128_and_with_alibi(which):
+    assert kernel_of(which, 128, 128, torch.bfloat16, (9, 0), plain=False) == "hopper"
+    assert kernel_of(which, 128, 136, torch.bfloat16, (9, 0), plain=False) == "portable"
+    assert kernel_of(which, 128, 128, torch.bfloat16, (9, 0), plain=False, alibi=True) == "portable"
     assert Scoring(0.5).is_plain and Scoring(0.5, sinks=torch.ones(2)).is_plain
-    others = Scoring(0.5, 1.0), Scoring(0.5, slopes=torch.ones(1, 2)), Scoring(0.5, head_words=torch.ones(1, 2, 2))
+    others = Scoring(0.5, 1.0), Scoring(0.5, slopes=torch.ones(1, 2)), Scoring(0.5, head_words=torch.ones(1, 2))
     assert not any(scoring.is_plain for scoring in others)
 
 
@@ -121,6 +123,9 @@ TUNED: list[Variant] = [  # up to head dim 128
     ("backward", torch.bfloat16, 128, 128, (("accumulate", True), ("full", True))),
     ("backward", torch.float16, 96, 96, ()),
     ("backward", torch.float16, 64, 128, (("accumulate", True),)),
+    ("forward", torch.bfloat16, 64, 64, (("softcap", True), ("accumulate", True))),
+    *(("forward", dtype, 128, 128, (("softcap", True), ("dropout", True))) for dtype in HALF),
+    ("forward", torch.bfloat16, 128, 128, (("dropout", True), ("accumulate", True))),
 ]
 WIDE: list[Variant] = [
     ("backward", torch.bfloat16, 256, 256, ()),
@@ -130,6 +135,10 @@ WIDE: list[Variant] = [
 OTHERS: list[Variant] = [
     ("forward", torch.bfloat16, 256, 256, (("accumulate", True),)),
     ("forward", torch.bfloat16, 192, 128, ()),
+    ("backward", torch.bfloat16, 128, 128, (("softcap", True),)),
+    ("backward", torch.bfloat16, 64, 64, (("dropout", True), ("accumulate", True))),
+    ("backward", torch.float16, 128, 128, (("softcap", True), ("dropout", True), ("without_dq", True))),
+    ("forward", torch.bfloat16, 64, 64, (("dropout", True),)),
     *WIDE,
 ]
 

@@ -45,6 +45,11 @@ TUNED: list[Variant] = [
 ]
 EVERYTHING = (("softcap", True), ("alibi", True), ("dropout", True), ("accumulate", True))
 TUNED += [(kernel, torch.bfloat16, dim, 90, EVERYTHING) for kernel in KERNELS for dim in (64, 128)]
+TUNED += [
+    (kernel, torch.bfloat16, 128, 90, ((option, True), ("accumulate", True)))
+    for kernel in KERNELS
+    for option in ("softcap", "alibi", "dropout")
+]
 TUNED += [("forward", torch.bfloat16, dim, 90, (("sinks", True),)) for dim in (64, 128)]
 OTHERS: list[Variant] = [
     *((kernel, torch.float16, 256, 90, EVERYTHING) for kernel in KERNELS),
@@ -59,8 +64,8 @@ OTHERS: list[Variant] = [
 
 def compiled(variant: Variant) -> Compiled:
     kernel, dtype, dim, capability, options = variant
-    plain = not {"softcap", "alibi", "dropout"} & {name for name, _ in options}
-    tile = getattr(choose_tiles(dim, dim, dtype, divmod(capability, 10), plain), kernel)
+    count = len({"softcap", "alibi", "dropout"} & {name for name, _ in options})
+    tile = getattr(choose_tiles(dim, dim, dtype, divmod(capability, 10), count), kernel)
     return compile_kernel(kernel, tile, dtype, dim, capability=capability, **dict(options))
 
 
