@@ -136,29 +136,11 @@ def _drop(p, row_words, key_words, drop_below):
 
 
 @gluon.jit
-def _exp2_by_turns(x):
-    """`exp2(x)`, `x <= 0`: of each four, one by multiplications and additions, to 2^-13 of its value. Under a cap the
-    special-function unit is as busy as the tensor cores.
-
-    `2^x = 2^n * 2^f`, `n` to the nearest: the sum with 1.5 * 2^23 ends in the bits of `n`, which go to the exponent of
-    a cubic in `f` that is 1 at 0. At -127 and below that is 0."""
-    return gl.inline_asm_elementwise(
-        "{.reg .f32 x, sum, f, p; .reg .b32 n, bits; ex2.approx.ftz.f32 $0, $4; ex2.approx.ftz.f32 $1, $5;"
-        " ex2.approx.ftz.f32 $2, $6; max.f32 x, $7, 0fC2FE0000; add.rn.f32 sum, x, 0f4B400000; mov.b32 n, sum;"
-        " sub.rn.f32 sum, sum, 0f4B400000; sub.rn.f32 f, x, sum;"
-        " fma.rn.f32 p, f, 0f3D6150DA, 0f3E780619; fma.rn.f32 p, p, f, 0f3F317AFD; fma.rn.f32 p, p, f, 0f3F800000;"
-        " shl.b32 n, n, 23; mov.b32 bits, p; add.s32 $3, n, bits;}",
-        "=&r,=&r,=&r,=&r,r,r,r,r", [x], dtype=gl.float32, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _softmax(scores, row_max, scale_log2, CAP: gl.constexpr):
+def _softmax(scores, row_max, scale_log2):
     """One step of the online softmax: `(p, rescale, row_max)`; a row that has seen no key keeps max -inf."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     pivot = gl.where(new_max == NEG_INF, 0.0, new_max)
-    x = scores * scale_log2 - pivot[:, None]
-    p = _exp2_by_turns(x) if CAP else gl.exp2(x)
+    p = gl.exp2(scores * scale_log2 - pivot[:, None])
     return p, gl.exp2(row_max - pivot), new_max
 
 
@@ -212,7 +194,7 @@ def _step(
         scores = _cap(scores, cap_scale)
     if i < n_masked:
         scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_count, BLOCK_K, s_layout)
-    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2, cap_scale is not None)
+    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     row_sum += _add_columns(p_wide)
     if words_s is not None:
@@ -358,7 +340,7 @@ def _attend_block(
         scores = _cap(scores, cap_scale)
     scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
-    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2, cap_scale is not None)
+    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
     row_sum = _add_columns(p_wide)
     if words is not None:
         key_words = words_s.index(stage).load(gl.SliceLayout(0, s_layout))
