@@ -62,7 +62,7 @@ SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_shar
 MANY_PIECES = 12
 MOST_SCHEDULED = 2**16  # pieces: the host takes 1 us for each, once
 PIECE_COST = 1.5  # what a piece of work takes beside its tiles, in tiles
-L2_BYTES = 40e6  # of keys and values that the blocks of queries that run side by side may read
+L2_BYTES = 20e6  # that programs side by side may read, or add to: each half of the GPU has its own 25 MB
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -259,6 +259,8 @@ def _forward_launch(
     _, n_k, kv_heads, v_dim = v.shape
     n_blocks = count_blocks(n_q, tile.block_q)
     n_work = n_batches * n_heads * n_blocks
+    heads_per_kv, kv_bytes = n_heads // kv_heads, n_k * (q.shape[3] + v_dim) * k.dtype.itemsize
+    kv_together = heads_together(kv_heads, kv_bytes, n_blocks * heads_per_kv, count_multiprocessors(device))
     numbers = {
         "stride_ob": out.strides[0],
         "stride_os": out.strides[1],
@@ -268,8 +270,8 @@ def _forward_launch(
         "n_blocks": n_blocks,
         "n_heads": n_heads,
         "n_work": n_work,
-        "heads_per_kv": n_heads // kv_heads,
-        "heads_together": heads_together(n_heads, kv_heads, n_k * (q.shape[3] + v_dim) * k.dtype.itemsize),
+        "heads_per_kv": heads_per_kv,
+        "heads_together": kv_together * heads_per_kv,
         "scale_log2": (score.scale if score.cap is None else score.cap) * LOG2E,
         "cap_scale": score.cap_scale,
         "drop_below": score.drop_below,
@@ -338,17 +340,16 @@ def _schedule(launch: Launch, visit: Visit, block_q: int, device: torch.device) 
     return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
 
 
-def heads_together(n_heads: int, kv_heads: int, head_bytes: int) -> int:
-    """How many query heads run side by side: those of as many key/value heads, a power of two, as fit in L2.
+def heads_together(kv_heads: int, head_bytes: int, head_blocks: int, multiprocessors: int) -> int:
+    """How many key/value heads run side by side: as many as fit in L2, but no fewer than occupy the GPU, about; a power
+    of two, or all.
 
-    `head_bytes` of keys and values a head.
+    Args:
+        head_bytes: what the programs of a head read again and again, or add to.
+        head_blocks: of a head, blocks that take a program each.
     """
-    return min(n_heads, heads_in_cache(head_bytes) * (n_heads // kv_heads))
-
-
-def heads_in_cache(head_bytes: int) -> int:
-    """How many heads of so many bytes fit in L2: a power of two, at least one."""
-    return 1 << int(math.log2(max(1.0, L2_BYTES / head_bytes)))
+    fit, occupy = math.log2(L2_BYTES / head_bytes), round(math.log2(multiprocessors / head_blocks))
+    return min(kv_heads, 1 << max(int(fit), occupy, 0))
 
 
 class Started(NamedTuple):
@@ -498,10 +499,11 @@ def _backward_launches(
         return None
     parts = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
     sums = sums if len(parts) == 1 else torch.float32
+    multiprocessors = count_multiprocessors(device)
     found = []
     for first_head, heads, low, high in parts:
         add = not fresh or first_head > 0 or low > 0
-        launch = _backward_launch(q, k, v, dout, sums, with_dq, first_head, heads, add, score)
+        launch = _backward_launch(q, k, v, dout, sums, with_dq, first_head, heads, add, score, multiprocessors)
         found.append((launch, low, high))
     return tuple(found)
 
@@ -517,6 +519,7 @@ def _backward_launch(
     heads: int,
     add: bool,
     score: _ScoreNumbers,
+    multiprocessors: int,
 ) -> Launch:
     """A launch of `backward_kernel` or `wide_backward_kernel` that sums over `heads` heads of a key's."""
     tile = backward_tile(q.shape[3], v.shape[3])
@@ -524,14 +527,15 @@ def _backward_launch(
     n_batches, n_q, n_heads, head_dim = q.shape
     _, n_k, kv_heads, v_dim = v.shape
     n_blocks = count_blocks(n_k, tile.block_k)
-    query_bytes = n_q * heads * (head_dim + v_dim) * q.dtype.itemsize  # that a key/value head meets, dO among them
+    row_bytes = (head_dim + v_dim) * q.dtype.itemsize + with_dq * tile.block_d * 4  # of queries, dO, sums of dQ
+    kv_together = heads_together(n_batches * kv_heads, n_q * heads * row_bytes, n_blocks, multiprocessors)
     numbers = {
         "n_q": n_q,
         "n_k": n_k,
         "n_blocks": n_blocks,
         "n_tiles_q": count_blocks(n_q, tile.block_q),
         "kv_heads": kv_heads,
-        "kv_together": min(heads_in_cache(query_bytes), n_batches * kv_heads),
+        "kv_together": kv_together,
         "heads_per_kv": n_heads // kv_heads,
         "first_head": first_head,
         "heads": heads,

@@ -75,11 +75,11 @@ def test_tiles_hold_every_head_dim(tile_of):
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "together"),
-    [(16384, 16, 16, 4), (16384, 32, 8, 16), (128, 12, 12, 12), (2**20, 8, 4, 2)],
+    ("rows", "kv_heads", "blocks", "together"),
+    [(16384, 16, 128, 2), (16384, 16, 40, 4), (4096, 8, 32, 8), (128, 12, 1, 12), (2**20, 4, 2**13, 1)],
 )
-def test_heads_that_run_together_share_the_cache(rows, heads, kv_heads, together):
-    assert heads_together(heads, kv_heads, head_bytes=rows * (128 + 128) * 2) == together
+def test_heads_that_run_together_share_the_cache_and_occupy_the_gpu(rows, kv_heads, blocks, together):
+    assert heads_together(kv_heads, rows * (128 + 128) * 2, blocks, multiprocessors=132) == together
 
 
 @pytest.mark.parametrize(
