@@ -5,7 +5,6 @@ from numbers import Integral, Real
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import ops
@@ -215,7 +214,7 @@ def ring_attention(
         masking = _check_mask(mask, causal, window, cu_seqlens)
         backend = ops.pick_backend(backend, q.device, q.dtype)
         ops.check_transport(transport, ranks, q.device)
-        seq_len = q.shape[1] * dist.get_world_size(ranks) if seq_len is None else seq_len
+        seq_len = q.shape[1] * ranks.size() if seq_len is None else seq_len
         check_layout_mask(layout, layout_mask)
         balancing = ([], None) if layout_mask is None else (list(layout_mask.numbers), layout_mask.documents)
         check_rows("q", q.shape[1], seq_len, ranks, layout)

@@ -745,7 +745,7 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
     """
     text = message if error is None else f"!{type(error).__name__}: {error}"
     agreed = _agreed.setdefault(group, set())  # by the group itself: a name may come again, with other ranks
-    if text in agreed or dist.get_world_size(group) == 1:
+    if text in agreed or group.size() == 1:
         return
     on_gloo = "gloo" in dist.get_backend_config(group)
     all_ranks, work = _gather(group, text, device)

@@ -98,7 +98,7 @@ def _prepare(
     decoded = _decode(mask, documents, group, seq_len, seq_len)
     process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
     laid_out = decode(layout_mask, layout_documents) if layout_mask else None
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    rank, world_size = process_group.rank(), process_group.size()
     plan = plan_ring(decoded, layout, seq_len, rank, world_size, laid_out)
     if plan.hops == 0:
         return plan, None

@@ -27,7 +27,7 @@ def process_group(group: Group) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         hint = "" if dist.is_initialized() else "; call torch.distributed.init_process_group() first"
         raise ValueError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}{hint}")
-    if dist.get_rank(group) < 0:
+    if group.rank() < 0:
         raise ValueError("this process is not in the group it passed")
     return group
 
@@ -126,7 +126,7 @@ def unshard(
     group = process_group(group)
     try:
         dim = _dimension(x, dim)
-        seq_len = x.shape[dim] * dist.get_world_size(group) if seq_len is None else seq_len
+        seq_len = x.shape[dim] * group.size() if seq_len is None else seq_len
         check_rows("x", x.shape[dim], seq_len, group, layout)
         _runs(seq_len, group, layout, layout_mask)  # which checks them
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one
@@ -138,7 +138,7 @@ def unshard(
 def check_rows(name: str, rows: int, seq_len: int, group: dist.ProcessGroup, layout: str) -> None:
     """Raise `ValueError` unless `rows` is what the layout gives this rank."""
     _check_length(seq_len)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = group.rank(), group.size()
     expected = rows_held(layout, seq_len, world_size, rank)
     if rows != expected:
         raise ValueError(
@@ -154,7 +154,7 @@ def _check_length(seq_len: int) -> None:
 def _runs(seq_len: int, group: dist.ProcessGroup, layout: str, layout_mask: Mask | None) -> Runs:
     _check_length(seq_len)
     check_layout_mask(layout, layout_mask)
-    return layout_runs(layout, seq_len, dist.get_world_size(group), dist.get_rank(group), layout_mask)
+    return layout_runs(layout, seq_len, group.size(), group.rank(), layout_mask)
 
 
 def check_layout_mask(layout: str, layout_mask: Mask | None) -> None:
@@ -178,7 +178,7 @@ def _dimension(x: Tensor, dim: int) -> int:
 def _gather_all(
     x: Tensor, group: dist.ProcessGroup, layout: str, dim: int, layout_mask: Mask | None, seq_len: int
 ) -> Tensor:
-    world_size = dist.get_world_size(group)
+    world_size = group.size()
     other_dims = "x".join(str(size) for i, size in enumerate(x.shape) if i != dim)
     words = f"call=unshard dim={dim} other_dims={other_dims} dtype={str(x.dtype).removeprefix('torch.')}"
     words += f" layout={layout} seq_len={seq_len}"
