@@ -84,7 +84,7 @@ def flash_attention(
             sequence. No query sees another document, in any sequence of the batch. Wants `s_q == s_k`. Every call
             waits for its copy to the host: a `Mask` made of it once a batch spares that.
         mask: a `Mask` in place of `causal`, `window` and `cu_seqlens`; prefix-LM and chunked attention too.
-        softcap: scores become `softcap * tanh(score / softcap)`; positive. `score` is `scale * q.k`.
+        softcap: scores become `softcap * tanh(score / softcap)`; 1e-9 to 1e9. `score` is `scale * q.k`.
         alibi_slopes: ALiBi: scores (capped ones) lose `slope * |query position - key position|`, positions counted as
             `causal` counts them. `(h,)` or `(b, h)`, any float dtype; no gradient.
         sinks: a logit per query head, `(h,)`, any float dtype: the softmax has one more key of that score, with a value
@@ -316,6 +316,8 @@ def _check_scoring(
         raise ValueError("alibi_slopes must not require a gradient: there is none of them")
     if softcap is not None:
         softcap = _check_positive("softcap", softcap)
+        if not 1e-9 <= softcap <= 1e9:  # what kernels make of it would leave the range of fp32, silently
+            raise ValueError(f"softcap must be from 1e-9 to 1e9, got {softcap}")
     if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     factor: float = head_dim**-0.5 if scale is None else _check_positive("scale", scale)

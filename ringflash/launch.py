@@ -9,7 +9,8 @@ memory, which rounds.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, wraps
+from itertools import count
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -99,7 +100,9 @@ def _descriptor_at(base: Any, box: Any) -> Any:
 
 # Below Triton's Python -----------------------------------------------------------------------------------------------
 
-KEPT_MAPS = 1024  # of a launch's argument
+KEPT_MAPS = 2**16  # of all launches: 20 MB
+_maps: dict[tuple[int, int], Any] = {}  # by the argument's number and the address: what a kernel gets of a descriptor
+_numbers = count()
 
 
 class _Direct:
@@ -112,12 +115,12 @@ class _Direct:
 
     def __init__(self, form: Any, entry: "_Entry", boxes: list[Any], n_tensors: int, values: list[Any]):
         self.enter = entry
-        self.maps: list[tuple[int, _Maps]] = []
+        self.boxes: list[tuple[int, _Box]] = []
         self.arguments: list[Any] = []
         for box, about in zip(boxes, _metadata_of_maps(form), strict=True):
-            self.maps.append((len(self.arguments), _Maps(box, about)))
+            self.boxes.append((len(self.arguments), _Box(next(_numbers), box, about)))
             self.arguments += [None, *box.shape, *box.strides]
-        places = [place for place, _ in self.maps]
+        places = [place for place, _ in self.boxes]
         rest = range(len(self.arguments), len(self.arguments) + n_tensors - len(boxes))
         self.places = (*places, *rest)
         self.arguments += [None] * len(rest) + values
@@ -129,25 +132,27 @@ class _Direct:
         for place, x in zip(self.places, tensors, strict=True):
             if x is not None:
                 arguments[place] = x.data_ptr()
-        for place, maps in self.maps:
-            arguments[place] = maps[arguments[place]]
+        for place, box in self.boxes:
+            address = arguments[place]
+            arguments[place] = _maps.get((box.number, address)) or box.make_map(address)
         self.enter(self.stream_of(self.device), arguments)
 
 
-class _Maps(dict[int, Any]):
-    """By the address: what a kernel gets of a descriptor `box`."""
+class _Box(NamedTuple):
+    """An argument that goes by TMA: its descriptor of no memory, and what the compiled form says about it."""
 
-    def __init__(self, box: Any, about: Any):
-        super().__init__()
-        self.box, self.about = box, about
+    number: int
+    descriptor: Any
+    about: Any
 
-    def __missing__(self, address: int) -> Any:
+    def make_map(self, address: int) -> Any:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        if len(self) >= KEPT_MAPS:
-            self.clear()
-        made, *_ = make_tensordesc_arg(_descriptor_at(_Address(address), self.box), self.about)  # shape and strides
-        self[address] = made
+        if len(_maps) >= KEPT_MAPS:
+            _maps.clear()
+        descriptor = _descriptor_at(_Address(address), self.descriptor)
+        made, *_ = make_tensordesc_arg(descriptor, self.about)  # shape and strides
+        _maps[self.number, address] = made
         return made
 
 

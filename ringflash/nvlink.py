@@ -137,7 +137,8 @@ class _Seen:
         if found is None:
             if len(self.seen) >= MOST_VIEWS:
                 self.seen.clear()
-            found = self.seen[view, arguments] = view(self, *arguments)
+            with torch.inference_mode(False):  # as in `_Link.buffer`
+                found = self.seen[view, arguments] = view(self, *arguments)
         return found
 
 

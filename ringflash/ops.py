@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group  # c10d's registry: it has no public name
 from torch.nn import Parameter
 
@@ -336,13 +336,6 @@ def _backward(ctx, dout, dlse, _):
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _eager_backward(ctx, dout, dlse):
-    return *_differentiate(_attention_backward, ctx, dout, dlse), None
-
-
-_eager_backward_once = once_differentiable(_eager_backward)
-
-
 class _Eager(torch.autograd.Function):
     """The operators' functions under autograd, without the operators: see `attend`. What needs no gradient comes in one
     tuple: every argument takes time."""
@@ -355,8 +348,9 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # what makes it once differentiable sets and resets modes: only where somebody may differentiate again
-        return (_eager_backward_once if torch.is_grad_enabled() else _eager_backward)(ctx, dout, dlse)
+        # the operator refuses to be differentiated, and can be traced
+        is_seen = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        return *_differentiate(attention_backward if is_seen else _attention_backward, ctx, dout, dlse), None
 
 
 def attend(*inputs) -> tuple[Tensor, Tensor]:
@@ -364,6 +358,8 @@ def attend(*inputs) -> tuple[Tensor, Tensor]:
     checkpointing, fake tensors), a subclass of Tensor. Else by the same functions without its dispatch, which takes
     the host several times as long as the launch of a kernel."""
     tensors = [x for x in inputs[:6] if x is not None]  # documents, the others, are ours
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("attention has no forward-mode derivative: take its gradient")
     if torch.compiler.is_compiling() or _is_watched() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
         return attention(*inputs)[:2]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

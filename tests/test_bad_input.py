@@ -75,6 +75,8 @@ CASES = {
     "dropout below 0": option(r"dropout_p must be in \[0, 1\), got -0.1", dropout_p=-0.1),
     "dropout of NaN": option(r"dropout_p must be in \[0, 1\), got nan", dropout_p=float("nan")),
     "softcap of 0": option("softcap must be positive and finite, got 0", softcap=0.0),
+    "softcap near 0": option("softcap must be from 1e-9 to 1e9, got 1e-18", softcap=1e-18),
+    "softcap in place of none": option("softcap must be from 1e-9 to 1e9, got 1e[+]38", softcap=1e38),
     "softcap that is no number": option("softcap must be positive and finite, got 30", softcap="30"),
     "slopes of another batch size": option(
         r"alibi_slopes must be.*\(4,\) or \(1, 4\).*got torch.float32 \(3, 4\)", alibi_slopes=torch.zeros(3, 4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracle import FP32_BOUND, Attention, assert_close, dense, gradients, small_blocks
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringflash import flash_attention
@@ -230,13 +231,35 @@ def test_autocast_changes_nothing(dtype):
         assert all(map(torch.equal, attend(inputs, causal=True), plain))
 
 
-def test_a_second_derivative_is_refused_not_wrong():
+@pytest.mark.parametrize("is_linear", [False, True])  # then nothing that comes to the backward pass needs a gradient
+def test_a_second_derivative_is_refused_not_wrong(is_linear):
     inputs = random_inputs(1, 12, 2, 16)
     q, k, v = (x.requires_grad_() for x in inputs[:3])
     out = flash_attention(q, k, v)
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad((out if is_linear else out.square()).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError):
-        torch.autograd.grad(dq.sum(), q)
+        torch.autograd.grad(dq.square().sum() + q.sum(), q)
+
+
+def test_forward_mode_derivatives_are_refused_not_wrong():
+    q, k, v, *_ = random_inputs(1, 12, 2, 16)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda k: flash_attention(q, k, v), (k,), (k,))
+    with forward_ad.dual_level():
+        flash_attention(q, k, v)
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            flash_attention(q, k, forward_ad.make_dual(v, v))
+
+
+def test_compiled_autograd_traces_the_backward_pass():
+    inputs = random_inputs(1, 12, 2, 16)
+    expected = attend(inputs)
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    go_back = partial(torch.autograd.backward, (out, lse), (inputs.dout, inputs.dlse))
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: go_back(), backend="aot_eager")()
+    assert all(map(torch.equal, (x.grad for x in (q, k, v)), expected[2:]))
 
 
 def test_boundaries_changed_before_the_backward_pass_are_noticed():

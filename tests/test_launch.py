@@ -181,6 +181,8 @@ def test_the_function_in_c_gets_what_triton_passes(driver):
 
 
 def test_a_map_is_made_once_for_an_address_and_few_are_kept(driver, monkeypatch):
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr("ringflash.launch._maps", kept)
     monkeypatch.setattr("ringflash.launch.KEPT_MAPS", 2)
     launch = launch_of_form(CompiledForm())
     tensors = [some_tensors() for _ in range(3)]
@@ -188,7 +190,20 @@ def test_a_map_is_made_once_for_an_address_and_few_are_kept(driver, monkeypatch)
     del driver.made[:]
     for which, made in ((0, 1), (0, 1), (1, 2), (0, 2), (2, 3), (2, 3), (0, 4)):
         launch(*tensors[which])
-        assert len(driver.made) == made
+        assert len(driver.made) == made and len(kept) <= 2
+
+
+def test_launches_keep_few_maps_together_and_none_of_each_other(driver, monkeypatch):
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr("ringflash.launch._maps", kept)
+    monkeypatch.setattr("ringflash.launch.KEPT_MAPS", 3)
+    tensors, launches = some_tensors(), [launch_of_form(CompiledForm()) for _ in range(5)]
+    for launch in launches:
+        launch(*tensors)
+    del driver.made[:]
+    for number, launch in enumerate((*launches, launches[-1])):
+        launch(*tensors)
+        assert len(driver.made) == min(number + 1, 5) and len(kept) <= 3
 
 
 def test_launches_go_to_the_current_stream(driver):
