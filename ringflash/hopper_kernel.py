@@ -384,8 +384,8 @@ def start_backward(
     unit = scoring.scale if scoring.softcap is None else 1 / LOG2E
     keep_scale = 1 / (1 - scoring.dropout_p)
     launch = _start_launch(Kind.of(out), Kind.of(dout), lse_strides, head_dim, with_dq, unit, keep_scale, device)
-    if launch is None or are_odd(out, dout):
-        result = result._replace(out=aligned(out))
+    if launch is None or are_odd(out, dout, result.lse):  # they may come from hooks that kept them elsewhere
+        result = Partial(aligned(out), result.lse.clone())
         return start_backward(q, result, aligned(dout), dlse, scoring, with_dq=with_dq)
     tile = backward_tile(head_dim, v_dim)
     tiles = count_blocks(n_q, tile.block_q)
