@@ -46,6 +46,7 @@ from .launch import (
     launches_of,
     ranges_of,
     seen_rows_of,
+    stay_in_graphs,
     sums_of,
     tma_strides,
     to_device,
@@ -227,6 +228,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
     launch(q, k, v, into.out, into.lse, ranges, seen, sinks, schedule, words, scoring.head_words)
 
 
+@stay_in_graphs
 @keep_by_bytes(TABLE_BYTES)
 def _forward_tables(
     launch: Launch, visit: Visit, device: torch.device
@@ -459,6 +461,7 @@ def backward(
             launch(q, k, v, dout, *rows, state.dq, total_dk, total_dv, ranges, seen, words, scoring.head_words)
 
 
+@stay_in_graphs
 @keep_by_bytes(TABLE_BYTES)
 def _backward_tables(
     launch: Launch, visit: Visit, low: int, high: int, device: torch.device
