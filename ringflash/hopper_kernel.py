@@ -46,6 +46,7 @@ from .launch import (
     launches_of,
     ranges_of,
     seen_rows_of,
+    stay_in_graphs,
     sums_of,
     tma_strides,
     to_device,
@@ -227,6 +228,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
     launch(q, k, v, into.out, into.lse, ranges, seen, sinks, schedule, words, scoring.head_words)
 
 
+@stay_in_graphs
 @keep_by_bytes(TABLE_BYTES)
 def _forward_tables(
     launch: Launch, visit: Visit, device: torch.device
@@ -384,8 +386,8 @@ def start_backward(
     unit = scoring.scale if scoring.softcap is None else 1 / LOG2E
     keep_scale = 1 / (1 - scoring.dropout_p)
     launch = _start_launch(Kind.of(out), Kind.of(dout), lse_strides, head_dim, with_dq, unit, keep_scale, device)
-    if launch is None or are_odd(out, dout):
-        result = result._replace(out=aligned(out))
+    if launch is None or are_odd(out, dout, result.lse):  # they may come from hooks that kept them elsewhere
+        result = Partial(aligned(out), result.lse.clone())
         return start_backward(q, result, aligned(dout), dlse, scoring, with_dq=with_dq)
     tile = backward_tile(head_dim, v_dim)
     tiles = count_blocks(n_q, tile.block_q)
@@ -459,6 +461,7 @@ def backward(
             launch(q, k, v, dout, *rows, state.dq, total_dk, total_dv, ranges, seen, words, scoring.head_words)
 
 
+@stay_in_graphs
 @keep_by_bytes(TABLE_BYTES)
 def _backward_tables(
     launch: Launch, visit: Visit, low: int, high: int, device: torch.device

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, wraps
 from itertools import count
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import triton
@@ -285,6 +285,25 @@ def tma_strides(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
     return [*(stride if size > 1 else 16 for size, stride in zip(shape[:3], strides, strict=False)), 1]
 
 
+_in_graphs: dict[int, object] = {}
+Tables = TypeVar("Tables", bound="Tensor | tuple[object, ...]")
+
+
+def stay_in_graphs(tables_of: Callable[..., Tables]) -> Callable[..., Tables]:
+    """Tables for a device, the last argument: those that a CUDA graph is captured with stay, as it knows no more than
+    their addresses."""
+
+    @wraps(tables_of)
+    def found(*key: Any) -> Tables:
+        tables = tables_of(*key)
+        if key[-1].type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _in_graphs[id(tables)] = tables
+        return tables
+
+    return found
+
+
+@stay_in_graphs
 @lru_cache(maxsize=256)
 def ranges_of(visit: Visit, blocks: Literal["queries", "keys"], block: int, device: torch.device) -> Tensor:
     """What each block of queries or keys sees of the other side: int32 `(blocks, 4)`, see `plan.key_ranges`."""
@@ -296,17 +315,20 @@ def seen_rows_of(visit: Visit, device: torch.device) -> Tensor | None:
     return None if visit.mask.is_full else _row_table(visit, device)
 
 
+@stay_in_graphs
 @keep_by_bytes(TABLE_BYTES)
 def _row_table(visit: Visit, device: torch.device) -> Tensor:
     return to_device(visit.seen_rows(), device)
 
 
+@stay_in_graphs
 @keep_by_bytes(TABLE_BYTES)
 def positions_of(visit: Visit, device: torch.device) -> Tensor:
     """Positions of the query rows, then of the key rows: for what depends on them beside the mask."""
     return to_device(visit.positions(), device)
 
 
+@stay_in_graphs
 @keep_by_bytes(TABLE_BYTES)
 def words_of(visit: Visit, device: torch.device) -> Tensor:
     """Dropout's words of the query rows, then of the key rows: int32, see `score.make_words`."""
@@ -315,9 +337,21 @@ def words_of(visit: Visit, device: torch.device) -> Tensor:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Without stopping the host: from pinned memory. What comes here is kept and used again, so not inside a graph."""
+    """A table, there for every stream that asks for it later: copied on a stream of its own, which alone the host waits
+    for, not behind work that the current one has been given. What comes here is kept and used again, so not inside a
+    graph."""
     if device.type != "cuda":
         return x.to(device)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("run attention on these shapes, masks and layouts once before capturing a CUDA graph of it")
-    return x.pin_memory().to(device, non_blocking=True)
+    copying = _table_stream(device)
+    with torch.cuda.stream(copying):
+        made = x.pin_memory().to(device, non_blocking=True)
+    copying.record_event().synchronize()
+    made.record_stream(torch.cuda.current_stream(device))  # it may be given up while a kernel there reads it
+    return made
+
+
+@lru_cache
+def _table_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

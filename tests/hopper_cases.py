@@ -209,6 +209,26 @@ def test_handing_p_over_above_head_dim_128_makes_gradients_no_more_wrong(monkeyp
     assert all(handed_over <= 1.05 * exact for handed_over, exact in zip(*errors, strict=True)), errors
 
 
+def test_a_backward_pass_takes_out_and_lse_at_any_address(monkeypatch):
+    """Hooks of saved tensors may have moved them."""
+    q, _, _, dout, dlse = random_inputs(2, 37, 3, 64, dtype=torch.float16)
+    moved = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in (dout, dlse)]
+    assert launch.are_odd(moved[0]) and launch.are_odd(moved[1])
+    expected = hopper_kernel.start_backward(q, Partial(dout, dlse), dout, None, Scoring(0.5), with_dq=True)
+    odd, call = [], launch.Launch.__call__
+
+    def spy(self: launch.Launch, *tensors: torch.Tensor | None) -> None:
+        odd.extend(launch.are_odd(x) for x in tensors if x is not None)
+        call(self, *tensors)
+
+    monkeypatch.setattr(launch.Launch, "__call__", spy)
+    for result in (Partial(moved[0], dlse), Partial(dout, moved[1])):
+        state = hopper_kernel.start_backward(q, result, dout, None, Scoring(0.5), with_dq=True)
+        assert torch.equal(state.minus_lse, expected.minus_lse)
+        assert torch.equal(state.minus_delta, expected.minus_delta)
+    assert odd and not any(odd)
+
+
 @pytest.mark.parametrize(("softcap", "dropout_p"), [(None, 0.0), (3.0, 0.5)])
 @pytest.mark.parametrize("has_dlse", [True, False])
 @pytest.mark.parametrize(("query_len", "dim"), [(1, 64), (200, 40), (128, 128), (130, 256)])

@@ -259,7 +259,8 @@ def test_compiled_autograd_traces_the_backward_pass():
     go_back = partial(torch.autograd.backward, (out, lse), (inputs.dout, inputs.dlse))
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch.compile(lambda: go_back(), backend="aot_eager")()
-    assert all(map(torch.equal, (x.grad for x in (q, k, v)), expected[2:]))
+    for x, gradient in zip((q, k, v), expected[2:], strict=True):
+        assert x.grad is not None and torch.equal(x.grad, gradient)
 
 
 def test_boundaries_changed_before_the_backward_pass_are_noticed():

@@ -262,6 +262,41 @@ def test_compiles_whole_and_replays_in_a_cuda_graph():
     assert_same(actual, expected._replace(dq=-expected.dq, dk=-expected.dk))
 
 
+def test_tables_that_one_stream_asked_for_are_there_for_others(kernels):
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return flash_attention(q, q, q, window=(100, 3))
+
+    seq_len = 1501 + KERNELS.index(kernels)  # of no other test: its tables are new
+    x, y = (torch.randn(1, n, 4, 64, device="cuda", dtype=torch.bfloat16) for n in (seq_len, seq_len + 9))
+    attention(y)  # compiled
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(2**31)  # about a second
+        attention(x)
+    with torch.cuda.stream(other):
+        actual = attention(x)
+    other.synchronize()
+    assert not busy.query(), "the test is too slow to see anything"
+    torch.cuda.synchronize()
+    assert torch.equal(actual, attention(x))
+
+
+def test_a_cuda_graph_keeps_its_tables(kernels):
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return flash_attention(q, q, q, causal=True)
+
+    x = torch.randn(1, 1000, 4, 64, device="cuda", dtype=torch.bfloat16)
+    expected = attention(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = attention(x)
+    for seq_len in range(1, 2500):  # more than all caches hold
+        attention(x[:, :seq_len] if seq_len < 1000 else x[:, :1].expand(-1, seq_len, -1, -1))
+    graph.replay()
+    assert torch.equal(actual, expected)
+
+
 def ring_errors(layout: str, causal: bool, seq_len: int, dtype: torch.dtype, transport: str) -> tuple[dict, dict]:
     join_on_gpu()
     inputs = cuda_inputs(1, seq_len, 4, 128, kv_heads=2, dtype=dtype)

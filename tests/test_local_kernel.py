@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed (it exist
 
 from compile_kernels import KERNELS, Compiled, compile_kernel  # noqa: E402
 
+from ringflash import launch  # noqa: E402
 from ringflash.launch import LONGEST_SUM, launches_of, to_device  # noqa: E402
 from ringflash.local_kernel import choose_tiles  # noqa: E402
 
@@ -118,3 +121,28 @@ def test_tables_are_not_made_inside_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="once before capturing"):
         to_device(torch.zeros(1, dtype=torch.int32), torch.device("cuda"))
+
+
+def test_tables_that_a_cuda_graph_knows_stay_when_others_take_their_place(monkeypatch):
+    captures = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    monkeypatch.setattr(launch, "_in_graphs", {})
+
+    @launch.stay_in_graphs
+    @lru_cache(maxsize=1)
+    def table_of(n: int, _: torch.device) -> torch.Tensor:
+        return torch.full((1,), n)
+
+    def seen(n: int, device: str = "cuda") -> "ref[torch.Tensor]":
+        return ref(table_of(n, torch.device(device)))
+
+    captures = True
+    on_cpu, first = seen(0, "cpu"), seen(1)
+    captures = False
+    other, again = seen(2), seen(1)
+    captures = True
+    second = seen(1)  # made anew meanwhile: both graphs keep theirs
+    captures = False
+    seen(3)
+    assert on_cpu() is None and other() is None
+    assert again() is second() and first() is not None and second() is not None and first() is not second()
