@@ -198,7 +198,8 @@ def ring_attention(
             ends the process, unless told otherwise.
 
     "nvlink" keeps two buffers in a group and device, which grow to the largest call: k and v of a rank once, in their
-    dtype, and dk and dv of a rank one and a half times, in fp32 (twice, where dk and dv are less than 64 MiB).
+    dtype, and dk and dv of a rank one and a half times, in fp32 (twice, where they are less than 64 MiB or, between two
+    ranks, at most 128 MiB).
     `release_buffers` gives them back. During a forward pass, shards of several ranks that are attended to at once take
     up to 256 MiB, twice; a larger shard is attended to alone.
 
@@ -267,7 +268,8 @@ def release_buffers(group: Group) -> int:
     Raises:
         ValueError: not a group.
 
-    Example: `release_buffers(dist.group.WORLD)` -> 134217728 after 8192 rows of 8 heads of 128 in bf16 were trained.
+    Example: `release_buffers(dist.group.WORLD)` -> 134217728 on each of 4 ranks that trained on 8192 rows of 8 heads of
+    128 in bf16.
     """
     return ops.release_buffers(process_group(group))
 

@@ -135,9 +135,10 @@ class Mask:
         """Raise `ValueError` unless the documents, if any, end where so many queries and keys do."""
         if self.cu_seqlens is not None and self.cu_seqlens[-1] != key_len:
             raise ValueError(f"cu_seqlens must end at the sequence length {key_len}, got {self.cu_seqlens[-1]}")
+        name = "cu_seqlens_q" if self.cu_seqlens_q else "cu_seqlens"
         queries = self.cu_seqlens_q or self.cu_seqlens
         if queries is not None and queries[-1] != query_len:
-            raise ValueError(f"cu_seqlens_q must end at the number of queries {query_len}, got {queries[-1]}")
+            raise ValueError(f"{name} must end at the number of queries {query_len}, got {queries[-1]}")
 
     @cached_property
     def is_full(self) -> bool:

@@ -161,6 +161,8 @@ def main() -> None:
     if options.once:
         run_all(options.shape, options.dtype)
         return
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU whose bytes could be counted")
     origin = environment(torch.device("cuda"))
     rows: list[Row] = []
     for (case, pass_name), moved in zip(product(CASES, PASSES), count(options), strict=True):

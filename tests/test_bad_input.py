@@ -226,6 +226,12 @@ def test_flash_attention_names_what_is_wrong(name):
         ringflash.flash_attention(**arguments)
 
 
+def test_cu_seqlens_of_fewer_queries_than_keys_are_named_as_they_were_given():
+    q, k, v = good_arguments().values()
+    with pytest.raises(ValueError, match="cu_seqlens must end at the number of queries 4, got 6"):
+        ringflash.flash_attention(q[:, :4], k, v, cu_seqlens=torch.tensor([0, 3, 6]))
+
+
 @pytest.mark.parametrize("table", ["common", "ring"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_rank_of_a_ring_names_what_all_passed(workers, world_size, table):
