@@ -15,14 +15,14 @@ A kernel gets, for each of its blocks, the range `begin, full_begin, full_end, e
 each query row the range of key rows that it sees (see plan.py, Note [One contiguous range]). Tiles inside
 `[full_begin, full_end)` run no mask code; the tiles around them compare rows with those ranges. So no kernel knows a
 layout or a mask. ALiBi goes by positions and dropout by the words of score.py, Note [Which weights are dropped]:
-`positions` and `words` have those of the query rows, and after them of the key rows; `positions_by_tile` and
-`words_by_tile` are the same tables for the streamed side. CAP (`None`, or how tanh is made: "fast", "exact"), ALIBI and
-DROP are what `score.Scoring` asks for beside a scale.
+`positions` and `words` have those of the query rows, and after them of the key rows. CAP (`None`, or how tanh is made:
+"fast", "exact"), ALIBI and DROP are what `score.Scoring` asks for beside a scale.
 
 Note [Options per score]. Beside the products a score costs about 8 instructions, so each one more is seen. What can be
 is made per row or by the host: a cap costs a multiplication and a `tanh`, ALiBi a subtraction, an absolute value and a
-multiplication, dropout a multiplication, a comparison and a selection. Tables come by TMA: by pointer, every warp loads
-all of a tile's entries (triton 3.6: five instructions a score).
+multiplication, dropout a multiplication, a comparison and a selection. Tables come by pointer: every warp loads all of
+a tile's entries (triton 3.6: five instructions a score). By TMA, in tiles of one dimension, an H200 met an illegal
+instruction.
 
 Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on sm_90 and up. A program's resident tiles
 (its queries) come by pointer and stay in shared memory: a descriptor's tile is reshaped in registers, and stays there
@@ -173,11 +173,9 @@ def _masked_tile(i, left, begin, full_begin, full, end, TILE: tl.constexpr):
 
 @triton.jit
 def _load_entries(table, row, end, ROWS: tl.constexpr):
-    """Entries `row ... row + ROWS` of a table, a descriptor or a pointer; anything past `end`, and of no table."""
+    """Entries `row ... row + ROWS` of a table; anything past `end`, and of no table."""
     if table is None:
         found = tl.zeros([ROWS], tl.int32)
-    elif isinstance(table, tl.tensor_descriptor):
-        found = table.load([row])
     else:
         rows = row + tl.arange(0, ROWS)
         found = tl.load(table + rows, mask=rows < end, other=0)
@@ -284,7 +282,7 @@ def _see_sink(sink, row_max, row_sum):
 def _attend(
     q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
+    positions, words, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
@@ -292,7 +290,7 @@ def _attend(
     """One tile of keys."""
     k_tile = _load_rows(k, batch, kv_head, row, end, stride_kb, stride_ks, stride_kh, D, BLOCK_K, BLOCK_D, TMA, MASKED)
     scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
-    key = (_load_entries(positions_by_tile, n_q + row, n_q + n_k, BLOCK_K) - base).to(tl.float32)
+    key = (_load_entries(positions, n_q + row, n_q + n_k, BLOCK_K) - base).to(tl.float32)
     scores, unit, _ = _score(scores, query[:, None], key[None, :], scale_log2, cap_log2, slope, CAP, ALIBI)
     if MASKED:
         key_row = row + tl.arange(0, BLOCK_K)[None, :]
@@ -303,7 +301,7 @@ def _attend(
         v, batch, kv_head, row, end, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, MASKED
     )
     if DROP:
-        key_words = _load_entries(words_by_tile, n_q + row, n_q + n_k, BLOCK_K)
+        key_words = _load_entries(words, n_q + row, n_q + n_k, BLOCK_K)
         p = _sign(p, _kept(row_words[:, None], key_words[None, :], drop_below))
         p = tl.maximum(p, 0.0)  # chosen in fp32: LLVM would make `where(kept, p, 0)` in bf16, five instructions a score
     # [Q, K] @ [K, DV] -> [Q, DV]
@@ -314,7 +312,6 @@ def _attend(
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward_kernel(
     q, k, v, out, lse, ranges, seen_rows, sinks, positions, words, slopes, head_words,
-    positions_by_tile, words_by_tile,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh,
     n_q, n_k, scale_log2, heads_per_kv, cap_log2, drop_below, keep_scale,
@@ -349,7 +346,7 @@ def _forward_kernel(
         acc, row_max, row_sum = _attend(
             q_tile, k, v, acc, row_max, row_sum, None, None, batch, kv_head, full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
+            positions, words, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
     first, last = _load_seen(seen_rows, rows_q, n_q, n_q, n_k)
@@ -358,7 +355,7 @@ def _forward_kernel(
         acc, row_max, row_sum = _attend(
             q_tile, k, v, acc, row_max, row_sum, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
+            positions, words, base, query, row_words, slope, cap_log2, drop_below, n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
 
@@ -420,7 +417,7 @@ def _delta_kernel(
 def _dq_step(
     q_tile, dout_tile, k, v, dq, lse_rows, delta_rows, first, last, batch, kv_head, row, end, scale_log2,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
+    positions, words, base, query, row_words, slope, cap_log2, drop_below, keep_scale, n_q, n_k,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
@@ -431,7 +428,7 @@ def _dq_step(
         v, batch, kv_head, row, end, stride_vb, stride_vs, stride_vh, DV, BLOCK_K, BLOCK_DV, TMA, MASKED
     )
     scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [Q, D] @ [D, K] -> [Q, K]
-    key = (_load_entries(positions_by_tile, n_q + row, n_q + n_k, BLOCK_K) - base).to(tl.float32)
+    key = (_load_entries(positions, n_q + row, n_q + n_k, BLOCK_K) - base).to(tl.float32)
     scores, unit, derivative = _score(scores, query[:, None], key[None, :], scale_log2, cap_log2, slope, CAP, ALIBI)
     p = tl.exp2(scores * unit - lse_rows[:, None])
     if CAP is not None:
@@ -442,7 +439,7 @@ def _dq_step(
         p = tl.where(seen, p, 0.0)
     dp = tl.dot(dout_tile, v_tile.T, input_precision=PRECISION)  # [Q, DV] @ [DV, K] -> [Q, K]
     if DROP:
-        key_words = _load_entries(words_by_tile, n_q + row, n_q + n_k, BLOCK_K)
+        key_words = _load_entries(words, n_q + row, n_q + n_k, BLOCK_K)
         dp = tl.where(_kept(row_words[:, None], key_words[None, :], drop_below), dp, 0.0) * keep_scale
     ds = p * (dp - delta_rows[:, None])
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)  # [Q, K] @ [K, D] -> [Q, D]
@@ -451,7 +448,6 @@ def _dq_step(
 @triton.jit(do_not_specialize=NUMBERS)
 def _dq_kernel(
     q, k, v, dout, lse, delta, dq, ranges, seen_rows, positions, words, slopes, head_words,
-    positions_by_tile, words_by_tile,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     n_q, n_k, low, high, scale, scale_log2, heads_per_kv, cap_log2, drop_below, keep_scale,
@@ -494,7 +490,7 @@ def _dq_kernel(
             q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, None, None, batch, kv_head,
             full_begin + i * BLOCK_K, end, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, keep_scale,
+            positions, words, base, query, row_words, slope, cap_log2, drop_below, keep_scale,
             n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
@@ -504,7 +500,7 @@ def _dq_kernel(
         acc = _dq_step(
             q_tile, dout_tile, k, v, acc, lse_rows, delta_rows, first, last, batch, kv_head, row, stop, scale_log2,
             stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            positions_by_tile, words_by_tile, base, query, row_words, slope, cap_log2, drop_below, keep_scale,
+            positions, words, base, query, row_words, slope, cap_log2, drop_below, keep_scale,
             n_q, n_k,
             D, DV, BLOCK_K, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
@@ -517,7 +513,7 @@ def _dq_kernel(
 def _dkv_step(
     k_tile, v_tile, q, dout, lse, delta, dk, dv, key_row, seen_rows, batch, head, row, end, any_head, n_q, n_k,
     scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-    positions_by_tile, words_by_tile, base, key, key_words, slopes, head_words, cap_log2, drop_below, keep_scale,
+    positions, words, base, key, key_words, slopes, head_words, cap_log2, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
@@ -536,7 +532,7 @@ def _dkv_step(
         )  # p = 0 past the end
     else:
         lse_rows = tl.load(lse + first_row + tl.arange(0, BLOCK_Q)) * LOG2E
-    query = (_load_entries(positions_by_tile, row, n_q, BLOCK_Q) - base).to(tl.float32)
+    query = (_load_entries(positions, row, n_q, BLOCK_Q) - base).to(tl.float32)
     slope = _load_slope(slopes, any_head, ALIBI)
     scores, unit, derivative = _score(scores, query[None, :], key[:, None], scale_log2, cap_log2, slope, CAP, ALIBI)
     p = tl.exp2(scores * unit - lse_rows[None, :])
@@ -546,7 +542,7 @@ def _dkv_step(
     weights = p
     if DROP:
         key_words *= _load_head_word(head_words, any_head, DROP)
-        row_words = _load_entries(words_by_tile, row, n_q, BLOCK_Q)
+        row_words = _load_entries(words, row, n_q, BLOCK_Q)
         p = _sign(p, _kept(row_words[None, :], key_words[:, None], drop_below))
         weights = tl.maximum(p, 0.0)  # keep_scale comes at the end
     weights = weights.to(dout_tile.dtype)
@@ -569,7 +565,6 @@ def _dkv_step(
 @triton.jit(do_not_specialize=NUMBERS)
 def _dkv_kernel(
     q, k, v, dout, lse, delta, dk, dv, ranges, seen_rows, positions, words, slopes, head_words,
-    positions_by_tile, words_by_tile,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_wb, stride_ws, stride_wh,
     n_q, n_k, low, high, scale, scale_log2, heads_per_kv, first_head, n_heads, cap_log2, drop_below, keep_scale,
@@ -610,7 +605,7 @@ def _dkv_kernel(
             k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
             full_begin + i % tiles_full * BLOCK_Q, end, heads_before + head, n_q, n_k,
             scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-            positions_by_tile, words_by_tile, base, key, key_words, slopes, head_words,
+            positions, words, base, key, key_words, slopes, head_words,
             cap_log2, drop_below, keep_scale,
             D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
@@ -626,7 +621,7 @@ def _dkv_kernel(
             k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
             row, stop, heads_before + head, n_q, n_k,
             scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
-            positions_by_tile, words_by_tile, base, key, key_words, slopes, head_words,
+            positions, words, base, key, key_words, slopes, head_words,
             cap_log2, drop_below, keep_scale,
             D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
@@ -888,7 +883,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, in
         n_q=q.shape[1],
         n_k=k.shape[1],
         MERGE=not first,
-        **_scoring(scoring, visit, q, tile, tile.block_k),
+        **_scoring(scoring, visit, q),
         **_strides(q=q, k=k, v=v, o=into.out),
         **shape,
     )
@@ -946,7 +941,7 @@ def _backward_dq(
                 ranges=ranges_of(visit, "queries", tile.block_q, q.device),
                 Q_BY_TMA=tile.q_in_registers,
                 ADD=not first or low > 0,
-                **_rows(q, k, state, visit, scoring, tile, tile.block_k),
+                **_rows(q, k, state, visit, scoring),
                 **_strides(q=q, k=k, v=v, o=dout, g=total),
                 **shape,
             )
@@ -983,15 +978,13 @@ def _backward_dkv(
                 n_heads=n_heads,
                 ranges=ranges_of(visit, "keys", tile.block_k, q.device),
                 ADD=not fresh or first_head > 0 or low > 0,
-                **_rows(q, k, state, visit, scoring, tile, tile.block_q),
+                **_rows(q, k, state, visit, scoring),
                 **_strides(q=q, k=k, v=v, o=dout, g=total_dk, w=total_dv),
                 **shape,
             )
 
 
-def _rows(
-    q: Tensor, k: Tensor, state: Started, visit: Visit, scoring: Scoring, tile: Tile, streamed: int
-) -> dict[str, object]:
+def _rows(q: Tensor, k: Tensor, state: Started, visit: Visit, scoring: Scoring) -> dict[str, object]:
     """What both backward kernels take of the queries' rows and are told of scores."""
     return {
         "lse": state.lse,
@@ -1000,12 +993,12 @@ def _rows(
         "n_q": q.shape[1],
         "n_k": k.shape[1],
         "scale": scoring.scale,
-        **_scoring(scoring, visit, q, tile, streamed),
+        **_scoring(scoring, visit, q),
     }
 
 
-def _scoring(scoring: Scoring, visit: Visit, q: Tensor, tile: Tile, streamed: int) -> dict[str, object]:
-    """What all three kernels are told of scores; they stream tiles of `streamed` rows."""
+def _scoring(scoring: Scoring, visit: Visit, q: Tensor) -> dict[str, object]:
+    """What all three kernels are told of scores."""
     positions = None if scoring.slopes is None else positions_of(visit, q.device)
     words = None if scoring.head_words is None else words_of(visit, q.device)
     softcap = scoring.softcap
@@ -1014,8 +1007,6 @@ def _scoring(scoring: Scoring, visit: Visit, q: Tensor, tile: Tile, streamed: in
         "cap_log2": (softcap or 0.0) * LOG2E.value,
         "positions": positions,
         "words": words,
-        "positions_by_tile": _entries(positions, streamed, tile),
-        "words_by_tile": _entries(words, streamed, tile),
         "slopes": scoring.slopes,
         "head_words": scoring.head_words,
         "drop_below": scoring.drop_below,
@@ -1024,14 +1015,6 @@ def _scoring(scoring: Scoring, visit: Visit, q: Tensor, tile: Tile, streamed: in
         "ALIBI": scoring.slopes is not None,
         "DROP": scoring.head_words is not None,
     }
-
-
-def _entries(table: Tensor | None, rows: int, tile: Tile):
-    """What a kernel streams `[rows]` entries of a table from, as `_source`. Tiles begin anywhere: GPUs take that,
-    Triton's interpreter does not."""
-    if table is None or not tile.tma or not table.is_cuda:
-        return table
-    return TensorDescriptor(table, [len(table)], [1], [rows])
 
 
 def _tiles(q: Tensor, v: Tensor, scoring: Scoring) -> Tiles:

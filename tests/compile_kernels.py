@@ -31,7 +31,6 @@ KERNELS = {
 FORWARD_KERNEL, BACKWARD_KERNEL = hopper_kernel.forward_kernel, hopper_kernel.backward_kernel
 WIDE_BACKWARD_KERNEL = hopper_kernel.wide_backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
-TABLES_BY_TILE = ("positions_by_tile", "words_by_tile")
 WIDE_ARGUMENTS = ("scale", "scale_log2", "cap_log2", "keep_scale")
 FP32_POINTERS = ("lse", "delta", "slopes", "sinks")
 INT_POINTERS = ("ranges", "seen_rows", "positions", "words", "head_words")
@@ -91,9 +90,7 @@ def compile_kernel(
     given = {
         "seen_rows": not full,
         "positions": alibi,
-        "positions_by_tile": alibi,
         "words": dropout,
-        "words_by_tile": dropout,
         "slopes": alibi,
         "head_words": dropout,
         "sinks": sinks,
@@ -112,9 +109,6 @@ def compile_kernel(
             signature[argument] = f"tensordesc<{name}[1, {rows}, 1, {cols}]>" if by_tma else f"*{name}"
         elif argument in ("out", "dq", "dk", "dv"):
             signature[argument] = "*fp32" if accumulate else f"*{name}"
-        elif argument in TABLES_BY_TILE:
-            rows = tile.block_q if kernel == "dkv" else tile.block_k
-            signature[argument] = f"tensordesc<i32[{rows}]>" if tile.tma else "*i32"
         elif argument in FP32_POINTERS:
             signature[argument] = "*fp32"
         elif argument in INT_POINTERS:
