@@ -201,7 +201,7 @@ def ring_efficiency(rows: list[Row], emulated: list[Row]) -> str:
 
 
 def accuracy_ring(rows: list[Row]) -> str:
-    case = "device", "process_group", "b", "h", "g", "s", "d", "dtype", "mask"
+    case = "device", "process_group", "b", "h", "g", "s", "d", "dtype", "mask", "ranks", "implementation", "layout"
     names = [name for name in NAMES if name != "lse"]
     rows = [row for row in last_run(rows, *case) if row["passed"]]
 
