@@ -298,9 +298,8 @@ def _forward_launch(
     way = ways_to_share(n_work, n_blocks, resident, is_full=is_full)
     programs = n_work if way == "grid" else min(n_work, resident)
     tensors = ("out", "lse", "ranges", "seen", "sinks", "schedule", "words", "head_words")
-    launch = Launch(forward_kernel, (programs,), boxes, tensors, numbers, num_warps=4, maxnreg=tile.registers)
-    launch.is_scheduled = way == "schedule"
-    return launch
+    options = {"num_warps": 4, "maxnreg": tile.registers}
+    return Launch(forward_kernel, (programs,), boxes, tensors, numbers, is_scheduled=way == "schedule", **options)
 
 
 def ways_to_share(n_work: int, n_blocks: int, resident: int, *, is_full: bool) -> Literal["turns", "schedule", "grid"]:

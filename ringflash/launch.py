@@ -51,6 +51,7 @@ class Launch:
         kernel: jitted; its arguments are tensors first, those of `boxes` first of all, then `numbers`.
         boxes: for each tensor that goes by TMA a descriptor of no memory; `tensors`: the names of the others.
         numbers: the other arguments; `options`: what Triton compiles with.
+        is_scheduled: do its programs take turns as a schedule says, which is then one of the tensors?
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class Launch:
         boxes: Mapping[str, Any],
         tensors: tuple[str, ...],
         numbers: Mapping[str, Any],
+        *,
+        is_scheduled: bool = False,
         **options: Any,
     ):
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.boxes = list(boxes.values())
         self.tensors, self.numbers, self.options = (*boxes, *tensors), numbers, options
-        self.is_scheduled = False  # does it take a schedule?
+        self.is_scheduled = is_scheduled
         self.run: Callable[..., object] | None = None
         self.direct: _Direct | None = None
         self.values: list[Any] = []
