@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .mask import OPEN, Mask, check_integer_tensor
+from .score import draw_head_words
 from .sharding import Group, check_layout_mask, check_rows, process_group
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -90,9 +91,9 @@ def flash_attention(
         sinks: a logit per query head, `(h,)`, any float dtype: the softmax has one more key of that score, with a value
             of 0, which every query sees. It is part of lse. Differentiable.
         dropout_p: the probability, in [0, 1), that a weight is dropped after the softmax; the others are divided by
-            `1 - dropout_p`. lse is without it. Which ones follows from a seed that every call draws from PyTorch's
-            default generator of the CPU (`torch.manual_seed` governs it), and from batch, head and positions alone: the
-            same in a ring of any size and layout, with any backend.
+            `1 - dropout_p`. lse is without it. Which ones follows from positions and from a word for each head of each
+            batch, which every call draws from PyTorch's default generator of the CPU (`torch.manual_seed` governs it):
+            the same in a ring of any size and layout, with any backend.
         deterministic: bitwise-equal gradients from run to run. On Hopper GPUs (fp16 and bf16) that takes a
             slower backward pass: the default one adds to dQ in any order. Elsewhere gradients always are.
         return_lse: return the log-sum-exp too.
@@ -182,7 +183,7 @@ def ring_attention(
             where the group has it for this device, else gloo. `transport_of` says which that is.
         Everything else as in `flash_attention`. Sinks and ALiBi slopes are the same on every rank (values are not
             compared). A rank's gradient of sinks is by its own queries; the sum over ranks is the whole, as data
-            parallelism sums it. With dropout all ranks go by the seed that rank 0 drew, which is broadcast.
+            parallelism sums it. With dropout all ranks go by the words that rank 0 drew, which are broadcast.
 
     Returns:
         `out (b, s, h, d_v)`, or `(out, lse)`, of this rank's rows; as in `flash_attention`.
@@ -310,7 +311,7 @@ def _check_scoring(
     dropout_p: float,
     q: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, float, float | None, float]:
-    """Sinks, slopes, a seed where there is dropout, scale, softcap and dropout, as operators take them."""
+    """Sinks, slopes, heads' words where there is dropout, scale, softcap and dropout, as operators take them."""
     batch, _, heads, head_dim = q.shape
     _check_of_heads("sinks", sinks, [(heads,)], "a logit per query head", q)
     _check_of_heads("alibi_slopes", alibi_slopes, [(heads,), (batch, heads)], "a slope per query head", q)
@@ -323,8 +324,8 @@ def _check_scoring(
     if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     factor: float = head_dim**-0.5 if scale is None else _check_positive("scale", scale)
-    seed = torch.randint(2**62, (1,), device="cpu") if dropout_p else None
-    return sinks, alibi_slopes, seed, factor, softcap, float(dropout_p)
+    head_words = draw_head_words(batch, heads) if dropout_p else None
+    return sinks, alibi_slopes, head_words, factor, softcap, float(dropout_p)
 
 
 def _check_of_heads(name: str, x: Tensor | None, shapes: list[tuple[int, ...]], what: str, q: Tensor) -> None:

@@ -242,7 +242,7 @@ def check_transport(name: str, group: dist.ProcessGroup, device: torch.device) -
     on_gpu = device.type == "cuda"
     can_move = {
         "gloo": backends.get("cpu") == "gloo",
-        "nccl": on_gpu and backends.get("cuda") == "nccl",
+        "nccl": _has_nccl(group, device),
         "nvlink": on_gpu and torch.version.cuda is not None,
     }
     can_move["auto"] = can_move["gloo"] or can_move["nccl"]
@@ -253,6 +253,11 @@ def check_transport(name: str, group: dist.ProcessGroup, device: torch.device) -
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
+
+
+def _has_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Does NCCL move tensors of this device in this group?"""
+    return device.type == "cuda" and _backends(group).get("cuda") == "nccl"
 
 
 _places: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, list[Place]]] = WeakKeyDictionary()
@@ -287,7 +292,7 @@ def _pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) -
             logger.info("nvlink in a group of %d ranks: %s", dist.get_world_size(group), obstacle or "can be used")
     if name == "nvlink" and obstacle:
         raise ValueError(f"transport='nvlink' can't be used in this group: {obstacle}")
-    picked = "nvlink" if obstacle is None else "nccl" if _backends(group).get(device.type) == "nccl" else "gloo"
+    picked = "nvlink" if obstacle is None else "nccl" if _has_nccl(group, device) else "gloo"
     logger.debug("transport=%r is %s", name, picked)
     return picked
 
@@ -730,7 +735,7 @@ def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) ->
 # Agreement between ranks ------------------------------------------------------------------------------------------
 
 _MESSAGE_BYTES = 1024
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, str]]] = WeakKeyDictionary()
 
 
 def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = None, device: torch.device) -> None:
@@ -740,16 +745,19 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
     `error` and raises it itself afterwards. The others raise here, naming the rank: `ValueError` for ranks that
     disagree, or the error of the rank that refused.
 
-    Where the group has gloo it is asked at every call, so no disagreement goes unseen. In a group of NCCL alone that
-    would stall the device, so only words not seen before in that group are compared.
+    Shards that gloo moves are waited for anyway: there ranks compare at every call, so no disagreement goes unseen.
+    Where NCCL has the device the host runs ahead, so only words not seen before in that group are compared, by gloo
+    where the group has it, as NCCL would make it wait for the device.
     """
+    if group.size() == 1:
+        return
     text = message if error is None else f"!{type(error).__name__}: {error}"
     agreed = _agreed.setdefault(group, set())  # by the group itself: a name may come again, with other ranks
-    if text in agreed or group.size() == 1:
+    if (device.type, text) in agreed:
         return
-    on_gloo = "gloo" in dist.get_backend_config(group)
+    always = not _has_nccl(group, device)
     all_ranks, work = _gather(group, text, device)
-    if error is not None and not on_gloo:
+    if error is not None and not always:
         return  # the others may be past their check: don't wait for them
     if work is not None:
         try:
@@ -770,10 +778,10 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
             )
     if len(set(texts)) > 1:
         raise ValueError(f"the ranks of the group disagree: {_differences(texts)}")
-    if not on_gloo:
+    if not always:
         if len(agreed) > 4096:  # at the same call on every rank
             agreed.clear()
-        agreed.add(text)
+        agreed.add((device.type, text))
 
 
 def _absent(group: dist.ProcessGroup) -> str:
@@ -795,12 +803,19 @@ def _absent(group: dist.ProcessGroup) -> str:
 
 
 def from_first_rank(group: dist.ProcessGroup, x: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's `x`, on every rank: on the CPU where the group has gloo, else on the device and without a wait."""
-    x = x.to("cpu" if "gloo" in dist.get_backend_config(group) else device, copy=True)
-    if dist.get_world_size(group) > 1:
+    """Rank 0's `x`, which lies on the CPU, on the `device` of every rank. The host waits for gloo alone."""
+    by_nccl = _has_nccl(group, device)
+    x = ahead(x, device) if by_nccl else x.clone()
+    if group.size() > 1:
         work = dist.broadcast(x, group=group, group_src=0, async_op=True)
         _Works(group, [(work, "waiting for what rank 0 of the group drew")]).wait()
-    return x
+    return x if by_nccl else ahead(x, device)
+
+
+def ahead(x: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor on the CPU, on the device once that comes to it. The host goes on: for memory that is not
+    pinned it would wait until all that the current stream has been given is done."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True, copy=True)
 
 
 def _gather(group: dist.ProcessGroup, text: str, device: torch.device) -> tuple[list[Tensor], dist.Work | None]:

@@ -21,7 +21,7 @@ from . import comm, nvlink, reference, ring
 from .mask import Mask, decode
 from .merge import Partial
 from .plan import Plan, plan_one, plan_ring
-from .score import Scoring, make_head_words
+from .score import Scoring
 from .span import span
 
 BACKENDS = ("auto", "torch", "triton")
@@ -140,7 +140,7 @@ def _attention(
     v: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
-    seed: Tensor | None,
+    head_words: Tensor | None,
     scale: float,
     softcap: float | None,
     dropout_p: float,
@@ -178,23 +178,23 @@ def _attention(
         )
         comm.agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
-    head_words = _head_words(q, seed, group)
+    head_words = _shared_words(q, head_words, group)
     scoring = _scoring(q, sinks, slopes, head_words, scale, softcap, dropout_p)
     with _as_given(q, "forward"):
         out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scoring)
     return out, lse, head_words
 
 
-def _head_words(q: Tensor, seed: Tensor | None, group: str) -> Tensor | None:
-    """The word of every head, int32 `(b, h)` on q's device, from rank 0's seed; `None` where nothing is dropped."""
-    if seed is None:
+def _shared_words(q: Tensor, head_words: Tensor | None, group: str) -> Tensor | None:
+    """The words of heads that rank 0 drew, on q's device; `None` where nothing is dropped."""
+    if head_words is None:
         return None
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("dropout can't be captured in a CUDA graph: every replay would drop the same weights")
     if group:
         process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
-        seed = comm.from_first_rank(process_group, seed, q.device)
-    return make_head_words(seed, q.shape[0], q.shape[2]).to(q.device)
+        return comm.from_first_rank(process_group, head_words, q.device)
+    return comm.ahead(head_words, q.device)
 
 
 def _scoring(
@@ -235,15 +235,15 @@ attention = torch.library.custom_op(
     "ringflash::attention",
     _forward_tensors,
     mutates_args=(),
-    schema=f"({_TENSORS}, Tensor? seed, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_TENSORS}, Tensor? head_words, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @attention.register_fake
-def _(q, k, v, sinks, slopes, seed, *_):
+def _(q, k, v, sinks, slopes, head_words, *_):
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    words = 0 if seed is None else (q.shape[0], q.shape[2])
+    words = 0 if head_words is None else (q.shape[0], q.shape[2])
     return out, lse, q.new_empty(words, dtype=torch.int32)
 
 
@@ -303,7 +303,7 @@ def _(dout, dlse, out, lse, head_words, q, k, v, sinks, *_):
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, dsinks))
 
 
-_DOCUMENTS = 4, 9  # places of tensors among the options that follow the seed
+_DOCUMENTS = 4, 9  # places of tensors among the options that follow the words
 
 
 def _setup_context(ctx, inputs, output):

@@ -17,7 +17,7 @@ from .layout import count_rows
 from .mask import Mask
 from .merge import NEG_INF, Partial, Sums, merge, start_partial
 from .plan import Visit
-from .score import Scoring, kept, make_head_words, make_words, threshold
+from .score import Scoring, kept, make_words, threshold
 
 BLOCK = 256  # rows a step: scores take b * h * BLOCK * keys
 
@@ -33,7 +33,7 @@ def dense_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    head_words: Tensor | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def dense_attention(
         softcap: scores become `softcap * tanh(score / softcap)`.
         alibi_slopes: `(h,)` or `(b, h)`: scores lose `slope * |query position - key position|`.
         sinks: `(h,)`: a score that every query sees, whose value is 0.
-        dropout_p, seed: weights that `score.kept` says are dropped are 0, and others divided by `1 - dropout_p`.
+        dropout_p, head_words: weights that `score.kept` says are dropped are 0, others divided by `1 - dropout_p`.
         query_positions, key_positions: int64 `(s_q,)`, `(s_k,)`; by default `0 .. s_k - 1` for keys and the same
             aligned at the end for queries.
 
@@ -79,9 +79,8 @@ def dense_attention(
     pivot = rearrange(lse.masked_fill(lse == NEG_INF, 0.0), "b g r q -> b g r q 1")
     weights = torch.exp(scores - pivot)
     if dropout_p:
-        assert seed is not None
-        words = make_head_words(seed, q.shape[0], q.shape[1] * q.shape[2]).to(q.device)
-        keep = kept(words, *make_words(query_positions, key_positions), threshold(dropout_p))
+        assert head_words is not None
+        keep = kept(head_words.to(q.device), *make_words(query_positions, key_positions), threshold(dropout_p))
         weights = weights * rearrange(keep, "b (g r) q k -> b g r q k", g=k.shape[2]) / (1 - dropout_p)
     out = torch.einsum("bgrqk, bkgd -> bqgrd", weights, v.double())
     return rearrange(out, "b q g r d -> b q (g r) d"), rearrange(lse, "b g r q -> b (g r) q")

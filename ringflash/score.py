@@ -3,10 +3,10 @@
     score = softcap * tanh(scale * q.k / softcap) - slope * |query position - key position|
     weight = exp(score - lse) * kept / (1 - dropout_p)
 
-Note [Which weights are dropped]. A weight is kept or not by a hash of (seed, batch, head, query position, key position)
-alone, so every world size, layout and backend drops the same ones, and the backward pass the ones that the forward pass
-dropped, with nothing stored. Everything is mixed before it comes to a pair: each head has an odd word of 32 bits, and
-so has each query and each key position, no two the same. A weight is kept where
+Note [Which weights are dropped]. A weight is kept or not by a hash of its head's word and of its query's and its key's
+position alone, so every world size, layout and backend drops the same ones, and the backward pass the ones that the
+forward pass dropped, with no more stored than the words. Each head of each batch draws an odd word of 32 bits, and each
+query and each key position has one, no two the same. A weight is kept where
 
     head's word * query's word * key's word    (32 bits, signed)
 
@@ -31,7 +31,7 @@ class Scoring(NamedTuple):
     softcap: float | None = None
     slopes: Tensor | None = None  # ALiBi: fp32 or fp64 (b, h)
     dropout_p: float = 0.0
-    head_words: Tensor | None = None  # where weights are dropped: int32 (b, h), see `make_head_words`
+    head_words: Tensor | None = None  # where weights are dropped: int32 (b, h), see `draw_head_words`
     sinks: Tensor | None = None  # fp32 or fp64 (h,), contiguous: one more key's score, for the first visit alone
 
     @property
@@ -58,12 +58,10 @@ def threshold(dropout_p: float) -> int:
     return min(round(dropout_p * 2**32), WORD) - 2**31
 
 
-def make_head_words(seed: Tensor, batch: int, heads: int) -> Tensor:
-    """The word of each head, int32 `(batch, heads)`, odd, from a seed, int64 `(1,)`, on its device."""
-    head = torch.arange(batch * heads, device=seed.device)
-    low = _mix(_mix(seed & WORD) ^ head)
-    high = _mix(_mix((seed >> 32 & WORD) ^ 0x9E3779B9) + low & WORD)
-    return _signed(_mix(high ^ _mix(head)) | 1).to(torch.int32).reshape(batch, heads)
+def draw_head_words(batch: int, heads: int, generator: torch.Generator | None = None) -> Tensor:
+    """The word of each head, int32 `(batch, heads)` on the CPU, odd; by default from PyTorch's generator there."""
+    half = torch.randint(-(2**30), 2**30, (batch, heads), dtype=torch.int32, device="cpu", generator=generator)
+    return half * 2 + 1
 
 
 def make_words(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,25 +73,18 @@ def kept(head_words: Tensor, query_words: Tensor, key_words: Tensor, drop_below:
     """Boolean `(..., queries, keys)`: which weights are kept. See Note [Which weights are dropped].
 
     Args:
-        head_words: int32, of `make_head_words`.
+        head_words: int32, of `draw_head_words`.
         query_words, key_words: int32 `(queries,)` and `(keys,)`, of `make_words`.
         drop_below: see `threshold`.
     """
     return head_words[..., None, None] * query_words[:, None] * key_words >= drop_below
 
 
-def _mix(x: Tensor, word: int = WORD) -> Tensor:
-    """A word whose every bit depends on every bit of `x`, and no two the same: the finisher of MurmurHash3."""
-    x = (x ^ x >> 16) * 0x85EBCA6B & word
-    x = (x ^ x >> 13) * 0xC2B2AE35 & word
-    return x ^ x >> 16
-
-
-def _signed(x: Tensor) -> Tensor:
-    """The same 32 bits as a number with a sign."""
-    return x - (x >> 31 << 32)
-
-
 def _odd_word(position: Tensor, salt: int) -> Tensor:
+    """31 bits, each of which depends on every bit of the position (by the finisher of MurmurHash3), and a one."""
     half = WORD >> 1
-    return _signed(_mix((position.long() ^ salt) & half, half) * 2 + 1).to(torch.int32)
+    x = (position.long() ^ salt) & half
+    x = (x ^ x >> 16) * 0x85EBCA6B & half
+    x = (x ^ x >> 13) * 0xC2B2AE35 & half
+    x = (x ^ x >> 16) * 2 + 1
+    return (x - (x >> 31 << 32)).to(torch.int32)  # the same 32 bits as a number with a sign

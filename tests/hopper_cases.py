@@ -14,7 +14,7 @@ from interpreter_cases import BACKEND, MASKS, TOLERANCE, check, dense
 from ringflash import flash_attention, hopper_kernel, launch, local_kernel, plan
 from ringflash.mask import Mask
 from ringflash.merge import Partial, Sums
-from ringflash.score import Scoring, make_head_words
+from ringflash.score import Scoring, draw_head_words
 from ringflash.testing import random_inputs, relative_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -97,10 +97,11 @@ def test_a_call_without_sinks_is_another_launch_than_one_with_them(doubles):
     assert hopper_kernel._forward_launch.cache_info().currsize == 2
 
 
+WORDS = draw_head_words(2, 2, torch.Generator().manual_seed(7))
 OPTIONS = {
     "softcap": {"softcap": 1.5},
-    "dropout": {"dropout_p": 0.3, "seed": torch.tensor([2**40 + 7])},
-    "both": {"softcap": 2.0, "dropout_p": 0.6, "seed": torch.tensor([5]), "sinks": SINKS[:2]},
+    "dropout": {"dropout_p": 0.3, "head_words": WORDS},
+    "both": {"softcap": 2.0, "dropout_p": 0.6, "head_words": WORDS, "sinks": SINKS[:2]},
 }
 
 
@@ -113,9 +114,7 @@ def test_softcap_and_dropout_match_dense_attention(doubles, layout, world_size, 
     inputs = random_inputs(2, 203, 2, dim, kv_heads=1, dtype=torch.float16)
     given = dict(OPTIONS[options])
     expected = dense(inputs, MASKS[mask], **given)
-    seed = given.pop("seed", None)
-    words = None if seed is None else make_head_words(seed, 2, 2)
-    scoring = Scoring(dim**-0.5, head_words=words, **given)
+    scoring = Scoring(dim**-0.5, **given)
     check(emulate_ring(BACKEND, inputs, MASKS[mask], layout, world_size, scoring), expected, TOLERANCE[torch.float16])
     assert all(double.launches for double in doubles)
 

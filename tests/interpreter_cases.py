@@ -17,7 +17,7 @@ from ringflash.local_kernel import choose_tiles
 from ringflash.mask import Mask
 from ringflash.merge import Sums
 from ringflash.ring import Backend
-from ringflash.score import Scoring, make_head_words
+from ringflash.score import Scoring, draw_head_words
 from ringflash.testing import Inputs, random_inputs, relative_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -102,17 +102,17 @@ def test_kernels_take_any_mask_of_one_interval_per_query(layout, mask):
 
 
 SLOPES = torch.tensor([[0.5, 0.03], [0.1, 0.0]])  # (b, h)
+WORDS = draw_head_words(2, 2, torch.Generator().manual_seed(7))
 OPTIONS = {
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi_slopes": SLOPES},
-    "dropout": {"dropout_p": 0.3, "seed": torch.tensor([2**40 + 7])},
+    "dropout": {"dropout_p": 0.3, "head_words": WORDS},
     "sinks": {"sinks": torch.tensor([0.7, 3.0])},
 }
 
 
-def scoring_of(softcap=None, alibi_slopes=None, dropout_p=0.0, seed=None, sinks=None) -> Scoring:
-    words = None if seed is None else make_head_words(seed, 2, 2)
-    return Scoring(0.25, softcap, alibi_slopes, dropout_p, words, sinks)
+def scoring_of(softcap=None, alibi_slopes=None, dropout_p=0.0, head_words=None, sinks=None) -> Scoring:
+    return Scoring(0.25, softcap, alibi_slopes, dropout_p, head_words, sinks)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_l
 
 def test_more_batches_than_a_grid_takes_are_several_launches(monkeypatch):
     inputs = random_inputs(5, 20, 2, 16, kv_heads=1)
-    scoring = Scoring(0.25, None, torch.rand(5, 2), 0.2, make_head_words(torch.tensor([3]), 5, 2), torch.ones(2))
+    scoring = Scoring(0.25, None, torch.rand(5, 2), 0.2, draw_head_words(5, 2), torch.ones(2))
     whole = emulate_ring(BACKEND, inputs, Mask(right=0), "zigzag", 2, scoring)
     monkeypatch.setattr(launch, "MOST_BATCHES", 2)
     batches, strides = [], local_kernel._strides

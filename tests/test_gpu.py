@@ -241,11 +241,12 @@ def test_gradients_are_bitwise_equal_from_run_to_run(dtype):
         assert all(map(torch.equal, attend(inputs, causal=True, deterministic=True), first))
 
 
-def test_nothing_waits_for_the_device():
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"dropout_p": 0.2}], ids=["plain", "softcap", "dropout"])
+def test_nothing_waits_for_the_device(options):
     inputs = cuda_inputs(1, 512, 4, 64)
-    attend(inputs, causal=True)
+    attend(inputs, causal=True, **options)
     with no_host_synchronisation():
-        attend(inputs, causal=True)
+        attend(inputs, causal=True, **options)
 
 
 def test_compiles_whole_and_replays_in_a_cuda_graph():

@@ -8,6 +8,7 @@ from oracle import held_positions, local_part, world
 from torch import Tensor
 
 from ringflash import Mask
+from ringflash.score import draw_head_words
 from ringflash.testing import Inputs, random_inputs
 
 
@@ -69,7 +70,7 @@ def test_attention_under_a_mask_of_documents_passes_opcheck():
 
 def test_attention_with_every_option_passes_opcheck():
     inputs, sinks, slopes = random_inputs(2, 12, 4, 16, kv_heads=2), torch.randn(4), torch.rand(4)
-    option = (sinks.requires_grad_(), slopes, torch.tensor([7]), 0.25, 3.0, 0.2, *options()[6:])
+    option = (sinks.requires_grad_(), slopes, draw_head_words(2, 4), 0.25, 3.0, 0.2, *options()[6:])
     assert set(check_forward(inputs, *option).values()) == {"SUCCESS"}
     assert set(check_backward(inputs, inputs.dlse, *option).values()) == {"SUCCESS"}
 

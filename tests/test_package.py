@@ -25,7 +25,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 ARROWS = {
     "__init__": {"attention", "sharding", "mask", "merge"},
     "compat": {"attention", "ops", "mask", "sharding"},
-    "attention": {"ops", "sharding", "mask"},
+    "attention": {"ops", "sharding", "mask", "score"},
     "ops": {"ring", "local_kernel", "reference", "comm", "nvlink", "merge", "plan", "mask", "score", "span"},
     "sharding": {"comm", "layout", "mask"},
     "ring": {"comm", "merge", "plan", "score"},

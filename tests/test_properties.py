@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringflash import Mask, reference
 from ringflash.ring import Backend
-from ringflash.score import Scoring, make_head_words
+from ringflash.score import Scoring, draw_head_words
 from ringflash.testing import Inputs, random_inputs
 
 BACKEND = Backend(reference.forward, reference.start_backward, reference.backward, reference.finish_backward)
@@ -73,11 +73,11 @@ def check_problem(
     generator = torch.Generator().manual_seed(seed % 1000)
     slopes = torch.rand(batch, heads, generator=generator, dtype=torch.float64) if with_slopes else None
     sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if with_sinks else None
-    words = make_head_words(torch.tensor([seed]), batch, heads) if dropout_p else None
+    words = draw_head_words(batch, heads, generator) if dropout_p else None
     scoring = Scoring(0.3, softcap, slopes, dropout_p, words, sinks)
     with small_blocks(block):
         actual = emulate_ring(BACKEND, inputs, mask, layout, world_size, scoring)
-    options = {"softcap": softcap, "alibi_slopes": slopes, "dropout_p": dropout_p, "seed": torch.tensor([seed])}
+    options = {"softcap": softcap, "alibi_slopes": slopes, "dropout_p": dropout_p, "head_words": words}
     expected = dense(inputs, sinks, mask=mask, scale=0.3, **options)
     for name, got, want in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), actual, expected, strict=False):
         finite = want.isfinite()
