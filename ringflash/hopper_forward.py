@@ -243,11 +243,11 @@ def _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together):
 
 @gluon.jit
 def _write(
-    acc, row_max, row_sum, out, lse, sinks, keep_scale, head, first_row, n_q, stride_os,
-    ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, MERGE: gl.constexpr, o_layout: gl.constexpr,
+    acc, row_max, row_sum, out, lse, out_before, sinks, keep_scale, head, first_row, n_q, stride_os,
+    ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """Normalise, with the sink as one more key, of value 0, where there are sinks; and merge with what the visits
-    before this one left. See merge.py."""
+    before this one left, if any. See merge.py."""
     rescale = 1.0
     if sinks is not None:
         sink = gl.load(sinks + head) * LOG2E
@@ -267,24 +267,25 @@ def _write(
     layout: gl.constexpr = _layout_of_rows(BLOCK_DV, out.dtype.element_ty)
     rows_out = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, layout))
-    pointers = out + rows_out.to(gl.int64)[:, None] * stride_os + cols[None, :]
+    places = rows_out.to(gl.int64)[:, None] * stride_os + cols[None, :]
     inside = (rows_out < n_q)[:, None] & (cols < DV)[None, :]
-    if MERGE:
-        before = gl.load(lse + rows, mask=in_rows, other=NEG_INF) * LOG2E
-        largest = gl.maximum(before, total)
+    if out_before is not None:
+        lse_before = gl.load(lse + rows, mask=in_rows, other=NEG_INF) * LOG2E
+        largest = gl.maximum(lse_before, total)
         pivot = gl.where(largest == NEG_INF, 0.0, largest)
-        weight_before = gl.exp2(before - pivot)
+        weight_before = gl.exp2(lse_before - pivot)
         weight = gl.exp2(total - pivot)
         sum_of_weights = weight_before + weight
         total = pivot + gl.log2(sum_of_weights)
         share = 1.0 / gl.where(sum_of_weights > 0, sum_of_weights, 1.0)
         norm = norm * weight * share
-        out_before = gl.load(pointers, mask=inside, other=0.0)
+        running = gl.load(out_before + places, mask=inside, other=0.0)
         share_before = gl.convert_layout(weight_before * share, gl.SliceLayout(1, layout))
-        result = gl.convert_layout(acc * norm[:, None], layout) + out_before * share_before[:, None]
+        result = gl.convert_layout(acc * norm[:, None], layout) + running * share_before[:, None]
+        result = result.to(out.dtype.element_ty)
     else:
         result = gl.convert_layout((acc * norm[:, None]).to(out.dtype.element_ty), layout)
-    gl.store(pointers, result, mask=inside)
+    gl.store(out + places, result, mask=inside)
     gl.store(lse + rows, total * LN2, mask=in_rows)
 
 
@@ -294,10 +295,10 @@ def _write(
 @gluon.jit
 def _attend_block(
     WHO: gl.constexpr, stage, phase, q_phase, buffers, barriers, tiles,
-    out, lse, seen, sinks, head, first_row, n_q, n_k, stride_os, scale_log2, cap_scale, words, head_words, drop_below,
-    keep_scale,
+    out, lse, out_before, seen, sinks, head, first_row, n_q, n_k, stride_os, scale_log2, cap_scale, words, head_words,
+    drop_below, keep_scale,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """ROWS queries against all tiles, which are at least one. Returns the stage and phase that come next."""
@@ -372,8 +373,8 @@ def _attend_block(
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, o_layout))
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
     _write(
-        acc, row_max, row_sum, out, lse, sinks, keep_scale, head, first_row, n_q, stride_os,
-        ROWS, BLOCK_DV, DV, MERGE, o_layout,
+        acc, row_max, row_sum, out, lse, out_before, sinks, keep_scale, head, first_row, n_q, stride_os,
+        ROWS, BLOCK_DV, DV, o_layout,
     )  # fmt: skip
     return stage, phase
 
@@ -382,13 +383,13 @@ def _attend_block(
 def _consumer(
     WHO: gl.constexpr, buffers, barriers, given,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its share of the queries of every piece of work."""
     (
-        out, lse, ranges, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q, n_k,
-        n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
+        out, lse, out_before, ranges, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q,
+        n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
     ) = given  # fmt: skip
     if PINGPONG:
         if WHO == CONSUMERS - 1:
@@ -400,17 +401,20 @@ def _consumer(
         work = _take_work(schedule, turn)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
         first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
-        if not MERGE or not nothing:  # else it would merge the identity
+        if not IN_PLACE or not nothing:  # else it would merge the identity
             word_of_head = head_words
             if head_words is not None:
                 word_of_head += batch * n_heads + head
+            of_head = batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+            before_of_head = out_before
+            if out_before is not None:
+                before_of_head += of_head
             stage, phase = _attend_block(
                 WHO, stage, phase, q_phase, buffers, barriers, (first, full_first, full_stop, stop),
-                out + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh,
-                lse + (batch.to(gl.int64) * n_heads + head) * n_q,
+                out + of_head, lse + (batch.to(gl.int64) * n_heads + head) * n_q, before_of_head,
                 seen, sinks, head, (block * CONSUMERS + WHO) * ROWS, n_q, n_k, stride_os, scale_log2, cap_scale,
                 words, word_of_head, drop_below, keep_scale,
-                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
             )  # fmt: skip
             q_phase ^= 1
 
@@ -430,7 +434,7 @@ def _load_keys(batch, row, kv_head, k_desc, k_s, k_full, stage, words, words_s, 
 def _producer(
     buffers, barriers, descriptors, given,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads the queries of every piece of work, and tile after tile of its keys and values, as room falls
@@ -439,7 +443,7 @@ def _producer(
     q_full, q_empty, k_full, v_full, free = barriers
     q_desc, k_desc, v_desc = descriptors
     (
-        _, _, ranges, _, _, schedule, words, _, _, _, _, n_q, n_k,
+        _, _, _, ranges, _, _, schedule, words, _, _, _, _, n_q, n_k,
         n_blocks, n_heads, n_work, heads_per_kv, heads_together, _, _, _, _,
     ) = given  # fmt: skip
     stage = 0
@@ -449,7 +453,7 @@ def _producer(
         work = _take_work(schedule, turn)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
         first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
-        if not MERGE or not nothing:  # else it would merge the identity
+        if not IN_PLACE or not nothing:  # else it would merge the identity
             tiles = (first, full_first, full_stop, stop)
             n_tiles = stop - first
             for who in gl.static_range(CONSUMERS):
@@ -484,11 +488,11 @@ def _producer(
     do_not_specialize_on_alignment=["lse", "head_words", "sinks"],  # of a few of very many batches; part of a tensor
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, ranges, seen, sinks, schedule, words, head_words,
+    q_desc, k_desc, v_desc, out, lse, out_before, ranges, seen, sinks, schedule, words, head_words,
     stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
     cap_scale, drop_below, keep_scale,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, MERGE: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
     """Blocks of queries of one head each against the keys they see: every `num_programs`-th, or as a schedule says."""
@@ -515,8 +519,8 @@ def forward_kernel(
     buffers = (q_s, k_s, v_s, words_s)
     barriers = (q_full, q_empty, k_full, v_full, free)
     given = (
-        out, lse, ranges, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q, n_k,
-        n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
+        out, lse, out_before, ranges, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q,
+        n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
     )  # fmt: skip
     descriptors = (q_desc, k_desc, v_desc)
     if CONSUMERS == 2:
@@ -524,15 +528,15 @@ def forward_kernel(
             [
                 (_consumer, (
                     0, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
                 )),
                 (_consumer, (
                     1, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
                 )),
                 (_producer, (
                     buffers, barriers, descriptors, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
                 )),
             ],
             [4, 1],
@@ -543,19 +547,19 @@ def forward_kernel(
             [
                 (_consumer, (
                     0, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
                 )),
                 (_consumer, (
                     1, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
                 )),
                 (_consumer, (
                     2, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
                 )),
                 (_producer, (
                     buffers, barriers, descriptors, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, MERGE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
                 )),
             ],
             [4, 4, 1],

@@ -216,16 +216,18 @@ class _ScoreNumbers(NamedTuple):
         return _ScoreNumbers(scale, cap, cap_scale, scoring.drop_below if drops else None, keep_scale)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, before: Tensor | None
+) -> None:
     """As `reference.forward`, of tensors that are not empty."""
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
-    sinks = scoring.sinks if first else None
-    score = _ScoreNumbers.of(scoring)
-    launch = _forward_launch(*kinds, visit.mask.is_full, sinks is not None, score, first, device)
+    sinks = scoring.sinks if before is None else None
+    score, merges, in_place = _ScoreNumbers.of(scoring), before is not None, before is into.out
+    launch = _forward_launch(*kinds, visit.mask.is_full, sinks is not None, score, merges, in_place, device)
     if launch is None or are_odd(q, k, v):
-        return forward(aligned(q), aligned(k), aligned(v), visit, scoring, into, first)
+        return forward(aligned(q), aligned(k), aligned(v), visit, scoring, into, before)
     ranges, seen, schedule, words = _forward_tables(launch, visit, device)
-    launch(q, k, v, into.out, into.lse, ranges, seen, sinks, schedule, words, scoring.head_words)
+    launch(q, k, v, into.out, into.lse, before, ranges, seen, sinks, schedule, words, scoring.head_words)
 
 
 @stay_in_graphs
@@ -250,7 +252,8 @@ def _forward_launch(
     is_full: bool,
     has_sinks: bool,
     score: _ScoreNumbers,
-    first: bool,
+    merges: bool,
+    in_place: bool,
     device: torch.device,
 ) -> Launch | None:
     """A launch of `forward_kernel`, by all that its form depends on; `None` where q, k or v is not aligned."""
@@ -285,7 +288,7 @@ def _forward_launch(
         "DV": v_dim,
         "STAGES": tile.stages,
         "CONSUMERS": tile.consumers,
-        "MERGE": not first,
+        "IN_PLACE": in_place,
         "Q_IN_REGISTERS": tile.q_in_registers,
         "PINGPONG": tile.pingpong,
     }
@@ -294,10 +297,11 @@ def _forward_launch(
         "k_desc": _descriptor(k, tile.block_k, tile.block_d),
         "v_desc": _descriptor(v, tile.block_k, tile.block_dv),
     }
-    resident = count_multiprocessors(device) - (out.dtype != q.dtype)  # a ring leaves one to kernels that signal
+    # a ring leaves one to kernels that signal
+    resident = count_multiprocessors(device) - (merges or out.dtype != q.dtype)
     way = ways_to_share(n_work, n_blocks, resident, is_full=is_full)
     programs = n_work if way == "grid" else min(n_work, resident)
-    tensors = ("out", "lse", "ranges", "seen", "sinks", "schedule", "words", "head_words")
+    tensors = ("out", "lse", "out_before", "ranges", "seen", "sinks", "schedule", "words", "head_words")
     options = {"num_warps": 4, "maxnreg": tile.registers}
     return Launch(forward_kernel, (programs,), boxes, tensors, numbers, is_scheduled=way == "schedule", **options)
 

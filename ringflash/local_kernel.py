@@ -311,22 +311,24 @@ def _attend(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward_kernel(
-    q, k, v, out, lse, ranges, seen_rows, sinks, positions, words, slopes, head_words,
+    q, k, v, out, lse, out_before, ranges, seen_rows, sinks, positions, words, slopes, head_words,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh,
     n_q, n_k, scale_log2, heads_per_kv, cap_log2, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MERGE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    IN_PLACE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head against the keys it sees; the last block, longest when causal, comes first."""
+    """One block of queries of one head against the keys it sees; the last block, longest when causal, comes first.
+
+    `out_before` has what the visits before this one left, if any; `out` is the same tensor where IN_PLACE."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
     kv_head = head // heads_per_kv
     begin, full_begin, full_end, end = _load_range(ranges, block, 0, n_k)
-    if MERGE:
+    if IN_PLACE:
         if begin == end:  # merging the identity
             return
     row_q = block * BLOCK_Q
@@ -373,7 +375,7 @@ def _forward_kernel(
     lse_rows = lse + any_head * n_q + rows_q
     out_rows = _rows_pointers(out, batch, head, row_q, stride_ob, stride_os, stride_oh, BLOCK_Q, BLOCK_DV)
     in_out = in_rows[:, None] & (tl.arange(0, BLOCK_DV) < DV)[None, :]
-    if MERGE:
+    if out_before is not None:
         before = tl.load(lse_rows, mask=in_rows, other=NEG_INF) * LOG2E
         largest = tl.maximum(before, total)
         pivot = tl.where(largest == NEG_INF, 0.0, largest)
@@ -382,8 +384,9 @@ def _forward_kernel(
         sum_of_weights = weight_before + weight
         total = pivot + tl.log2(sum_of_weights)
         norm = 1.0 / tl.where(sum_of_weights > 0, sum_of_weights, 1.0)
-        out_before = tl.load(out_rows, mask=in_out, other=0.0)
-        result = result * (weight * norm)[:, None] + out_before * (weight_before * norm)[:, None]
+        out_before = _rows_pointers(out_before, batch, head, row_q, stride_ob, stride_os, stride_oh, BLOCK_Q, BLOCK_DV)
+        result *= (weight * norm)[:, None]
+        result += tl.load(out_before, mask=in_out, other=0.0) * (weight_before * norm)[:, None]
     tl.store(out_rows, result.to(out.dtype.element_ty), mask=in_out)
     tl.store(lse_rows, total * LN2, mask=in_rows)
 
@@ -777,23 +780,28 @@ class Ordered(NamedTuple):
 State: TypeAlias = "Started | Ordered | hopper_kernel.Started"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
-    """Attend to one shard and merge the partial result into the running one. As `reference.forward`."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, before: Tensor | None
+) -> None:
+    """Attend to one shard and merge the partial result with the running one. As `reference.forward`."""
     if k.numel() == 0 or q.numel() == 0:  # nothing to launch, and TMA has no descriptor of nothing
-        if first:
+        if before is None:
             start_partial(into, scoring.sinks)
+        elif before is not into.out:
+            into.out.copy_(before)
         return
     if q.shape[0] > launch.MOST_BATCHES:
         for part in batches_of(q):
             total = Partial(into.out[part], into.lse[part])
-            forward(q[part], k[part], v[part], visit, scoring.of(part), total, first)
+            earlier = total.out if before is into.out else None if before is None else before[part]
+            forward(q[part], k[part], v[part], visit, scoring.of(part), total, earlier)
         return
     if _kernel_of("forward", q, v, scoring) == "hopper":
         from . import hopper_kernel
 
-        hopper_kernel.forward(q, k, v, visit, scoring, into, first)
+        hopper_kernel.forward(q, k, v, visit, scoring, into, before)
     else:
-        _forward(q, k, v, visit, scoring, into, first)
+        _forward(q, k, v, visit, scoring, into, before)
 
 
 def start_backward(
@@ -867,7 +875,9 @@ def finish_backward(state: State) -> Tensor:
 # Launchers of the portable kernels ----------------------------------------------------------------------------------
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, before: Tensor | None
+) -> None:
     q, k, v = map(aligned, (q, k, v))
     tile = _tiles(q, v, scoring).forward
     shape = _shape(q, k, v, tile)
@@ -877,12 +887,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, in
         v=_source(v, tile.block_k, shape["BLOCK_DV"], tile),
         out=into.out,
         lse=into.lse,
+        out_before=before,
         ranges=ranges_of(visit, "queries", tile.block_q, q.device),
         seen_rows=seen_rows_of(visit, q.device),
-        sinks=scoring.sinks if first else None,
+        sinks=scoring.sinks if before is None else None,
         n_q=q.shape[1],
         n_k=k.shape[1],
-        MERGE=not first,
+        IN_PLACE=before is into.out,
         **_scoring(scoring, visit, q),
         **_strides(q=q, k=k, v=v, o=into.out),
         **shape,

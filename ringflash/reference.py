@@ -86,17 +86,24 @@ def dense_attention(
     return rearrange(out, "b q g r d -> b q (g r) d"), rearrange(lse, "b g r q -> b (g r) q")
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
-    """Attend to one shard and merge the partial result into the running one.
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, before: Tensor | None
+) -> None:
+    """Attend to one shard and merge the partial result with the running one.
 
     Args:
         q, k, v: this rank's queries and the source's keys and values.
         visit: who sees whom.
         scoring: what scores are, and which weights are dropped.
-        into: running `(out, lse)`; overwritten when `first`, and then with the sinks in it; merged into otherwise.
+        into: where `(out, lse)` go. At the first visit they are overwritten, and have the sinks in them.
+        before: the running out, whose lse is in `into`; `None` at the first visit. It is `into.out` itself, or where
+            the last visit writes another dtype, a tensor of the same strides.
     """
-    if first:
+    if before is None:
         start_partial(into, scoring.sinks)
+        before = into.out
+    elif before is not into.out:
+        into.out.copy_(before)
     for block, (begin, full_begin, full_end, end) in enumerate(visit.key_ranges(BLOCK).tolist()):
         rows = slice(block * BLOCK, (block + 1) * BLOCK)
         keys = slice(begin, end)
@@ -113,7 +120,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, int
         part_out = torch.einsum("bgrqk, bkgd -> bqgrd", weights, _wide(v[:, keys]))
         part_out = rearrange(part_out, "b q g r d -> b q (g r) d")
         part_lse = rearrange(part_lse, "b g r q -> b (g r) q")
-        merged_out, merged_lse = merge(out, lse, part_out, part_lse)
+        merged_out, merged_lse = merge(before[:, rows], lse, part_out, part_lse)
         out.copy_(merged_out)
         lse.copy_(merged_lse)
 

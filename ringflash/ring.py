@@ -1,7 +1,7 @@
 """The ring: the forward loop and the backward loop. Transport, plan and backend are handed in; nothing is decided here.
 
 Legend: `q_bshd`, `k_bsgd`, `v_bsgd` are this rank's shards; `lse_bhs` natural log. Sums over visits are fp32 (fp64 for
-fp64 inputs); with one visit there is nothing to sum and the backend writes the inputs' dtype directly.
+fp64 inputs); the last visit of a forward pass writes the inputs' dtype.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from .score import Scoring
 
 class Forward(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool
+        self, q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, before: Tensor | None
     ) -> None: ...
 
 
@@ -85,17 +85,21 @@ def ring_forward(
     if plan.hops == 0:
         out = empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty((b, s, h, v.shape[3]))
         total = Partial(out, q.new_empty((b, h, s), dtype=wide))
-        backend.forward(q, k, v, plan.own_visit, scoring, into=total, first=True)
+        backend.forward(q, k, v, plan.own_visit, scoring, into=total, before=None)
         return total
     groups = comm.grouped(plan, k, v)
-    total = Partial(
-        out=q.new_empty((b, s, h, v.shape[3]), dtype=q.dtype if len(groups) == 1 else wide),
-        lse=q.new_empty((b, h, s), dtype=wide),
-    )
+    lse, running = q.new_empty((b, h, s), dtype=wide), None
     for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
         assert visit is not None
-        backend.forward(q, k_here, v_here, visit, scoring, into=total, first=index == 0)
-    return total if len(groups) == 1 else Partial(total.out.to(q.dtype), total.lse)
+        out = running
+        if index == len(groups) - 1 and (running is None or running.dtype != q.dtype):
+            out = q.new_empty((b, s, h, v.shape[3]))
+        elif out is None:
+            out = q.new_empty((b, s, h, v.shape[3]), dtype=wide)
+        backend.forward(q, k_here, v_here, visit, scoring, into=Partial(out, lse), before=running)
+        running = out
+    assert running is not None
+    return Partial(running, lse)
 
 
 def ring_backward(

@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from peers import DTYPES, FORMULA, Inputs
 from report import (
@@ -68,8 +69,8 @@ def calls_of(name: str, visit: Visit, whole: Inputs, backend: ops.ring.Backend) 
         total = Partial(torch.zeros_like(dout, dtype=dtype), lse.clone())
         sums = Sums(torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype), fresh=not merged)
 
-        def forward(total: Partial = total, first: bool = not merged) -> None:
-            backend.forward(q, k, v, visit, scoring, into=total, first=first)
+        def forward(total: Partial = total, before: Tensor | None = total.out if merged else None) -> None:
+            backend.forward(q, k, v, visit, scoring, into=total, before=before)
 
         def backward(sums: Sums = sums, first: bool = not merged) -> None:
             backend.backward(q, k, v, dout, state, visit, scoring, take_dkv=lambda: sums, first=first)

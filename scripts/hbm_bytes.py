@@ -76,7 +76,7 @@ def visit_passes(inputs: Inputs) -> Passes:
     state = backend.start_backward(q, result, dout, None, scoring, torch.float32)
     sums = Sums(torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32), fresh=False)
     return {
-        "forward": lambda: backend.forward(q, k, v, visit, scoring, into=running, first=False),
+        "forward": lambda: backend.forward(q, k, v, visit, scoring, into=running, before=running.out),
         "backward": lambda: backend.backward(q, k, v, dout, state, visit, scoring, take_dkv=lambda: sums, first=False),
     }
 

@@ -63,7 +63,7 @@ def candidate(kernel: str, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Te
         choose, local_kernel.choose_tiles = local_kernel.choose_tiles, lambda *_: Tiles(tile, tile, tile)
         try:
             if kernel == "forward":
-                local_kernel._forward(q, k, v, visit, scoring, into=total, first=True)
+                local_kernel._forward(q, k, v, visit, scoring, into=total, before=None)
             elif kernel == "dq":
                 local_kernel._backward_dq(q, k, v, dout, state, visit, scoring, first=True)
             else:

@@ -32,7 +32,7 @@ FORWARD_KERNEL, BACKWARD_KERNEL = hopper_kernel.forward_kernel, hopper_kernel.ba
 WIDE_BACKWARD_KERNEL = hopper_kernel.wide_backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
 WIDE_ARGUMENTS = ("scale", "scale_log2", "cap_log2", "keep_scale")
-FP32_POINTERS = ("lse", "delta", "slopes", "sinks")
+FP32_POINTERS = ("out_before", "lse", "delta", "slopes", "sinks")
 INT_POINTERS = ("ranges", "seen_rows", "positions", "words", "head_words")
 
 
@@ -70,6 +70,7 @@ def compile_kernel(
     *,
     capability: int = 90,
     accumulate: bool = False,
+    last: bool = False,
     full: bool = False,
     softcap: bool = False,
     alibi: bool = False,
@@ -77,13 +78,13 @@ def compile_kernel(
     sinks: bool = False,
 ) -> Compiled:
     """Compile `kernel` ("forward", "dq", "dkv") with `tile`, as a launcher of `local_kernel.py` would ask for it: in a
-    visit after the first when `accumulate`, under the full mask when `full`."""
+    visit after the first when `accumulate`, the `last` one of a forward pass, under the full mask when `full`."""
     v_dim = dim if v_dim is None else v_dim
     block_d, block_dv = local_kernel._padded(dim), local_kernel._padded(v_dim)
     function = KERNELS[kernel]
     constants = {
         "D": dim, "DV": v_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv, "MERGE": accumulate, "ADD": accumulate, "TMA": tile.tma,
+        "BLOCK_DV": block_dv, "IN_PLACE": accumulate and not last, "ADD": accumulate, "TMA": tile.tma,
         "Q_BY_TMA": tile.q_in_registers, "PRECISION": local_kernel._precision(dtype),
         "CAP": None if not softcap else "exact" if dtype == torch.float32 else "fast", "ALIBI": alibi, "DROP": dropout,
     }  # fmt: skip
@@ -94,6 +95,7 @@ def compile_kernel(
         "slopes": alibi,
         "head_words": dropout,
         "sinks": sinks,
+        "out_before": accumulate,
     }
     constants |= {name: None for name, is_given in given.items() if not is_given}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
@@ -108,7 +110,7 @@ def compile_kernel(
             by_tma = tile.tma and (argument in STREAMED[kernel] or tile.q_in_registers)
             signature[argument] = f"tensordesc<{name}[1, {rows}, 1, {cols}]>" if by_tma else f"*{name}"
         elif argument in ("out", "dq", "dk", "dv"):
-            signature[argument] = "*fp32" if accumulate else f"*{name}"
+            signature[argument] = "*fp32" if accumulate and not last else f"*{name}"
         elif argument in FP32_POINTERS:
             signature[argument] = "*fp32"
         elif argument in INT_POINTERS:
@@ -145,6 +147,7 @@ def compile_hopper(
     v_dim: int | None = None,
     *,
     accumulate: bool = False,
+    last: bool = False,
     full: bool = False,
     without_dq: bool = False,
     sinks: bool = False,
@@ -155,7 +158,8 @@ def compile_hopper(
     sums = torch.float32 if accumulate else dtype
     q, k = (torch.zeros(2, 64, heads, dim, dtype=dtype) for heads in (4, 2))
     v, dout = (torch.zeros(2, 64, heads, dim if v_dim is None else v_dim, dtype=dtype) for heads in (2, 4))
-    total = Partial(dout.to(sums), torch.zeros(2, 4, 64))
+    running = dout.to(sums)
+    total = Partial(dout if last else running, torch.zeros(2, 4, 64))
     visit = plan_one(Mask() if full else Mask(right=0), 64, 64).visits[0]
     assert visit is not None
     head_words = torch.zeros(2, 4, dtype=torch.int32) if dropout else None
@@ -166,7 +170,7 @@ def compile_hopper(
     with patch.multiple(hopper_kernel, **kernels):
         if kernel == "forward":
             function = FORWARD_KERNEL
-            hopper_kernel.forward(q, k, v, visit, scoring, into=total, first=not accumulate)
+            hopper_kernel.forward(q, k, v, visit, scoring, into=total, before=running if accumulate else None)
         else:
             function = BACKWARD_KERNEL if max(dim, v.shape[3]) <= 128 else WIDE_BACKWARD_KERNEL
             rows = torch.zeros(2, 4, 128)

@@ -48,7 +48,10 @@ def emulate_ring(
         source, visit, rows = plans[rank].source(step), plans[rank].visits[step], plans[rank].needed[step]
         if visit is not None:
             k_here, v_here = ks[source][:, rows], vs[source][:, rows]
-            backend.forward(qs[rank], k_here, v_here, visit, scoring, into=totals[rank], first=step == 0)
+            before = totals[rank].out if step > 0 else None
+            if not any(plans[rank].visits[step + 1 :]):  # the last one writes q's dtype
+                totals[rank] = Partial(poisoned(douts[rank]).to(q.dtype), totals[rank].lse)
+            backend.forward(qs[rank], k_here, v_here, visit, scoring, into=totals[rank], before=before)
 
     dks, dvs = ([poisoned(x) for x in shards] for shards in (ks, vs))
     states = [

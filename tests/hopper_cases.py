@@ -71,7 +71,7 @@ def test_the_first_of_a_rings_visits_sees_the_sinks(doubles, layout, world_size,
     results = emulate_ring(BACKEND, inputs, MASKS[mask], layout, world_size, Scoring(0.125, sinks=SINKS))
     check(results, dense(inputs, MASKS[mask], sinks=SINKS), TOLERANCE[torch.float16])
     with_sinks = [arguments["sinks"] is not None for _, arguments in doubles[0].launches]
-    assert with_sinks == [not arguments["MERGE"] for _, arguments in doubles[0].launches]
+    assert with_sinks == [arguments["out_before"] is None for _, arguments in doubles[0].launches]
     assert sum(with_sinks) == world_size
 
 
@@ -146,7 +146,7 @@ def test_unequal_lengths_and_rows_that_see_nothing(mask, query_len, key_len):
     assert visit is not None
     q, k, v, dout, dlse = inputs
     total = Partial(torch.full_like(dout, nan), torch.full_like(dlse, nan))
-    BACKEND.forward(q, k, v, visit, Scoring(0.125), into=total, first=True)
+    BACKEND.forward(q, k, v, visit, Scoring(0.125), into=total, before=None)
     empty = total.lse.isinf()
     state = BACKEND.start_backward(q, total, dout, dlse.masked_fill(empty, 0.0), Scoring(0.125), q.dtype)
     dk, dv = torch.full_like(k, nan), torch.full_like(v, nan)

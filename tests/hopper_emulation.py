@@ -103,7 +103,7 @@ def forward(grid: tuple[int, ...], **a: Any) -> None:
     assert len(work) == a["n_work"]
     for batch, head, block in work:
         tiles, full, nothing = tiles_seen(a["ranges"], block, block_k)
-        if a["MERGE"] and nothing:
+        if a["IN_PLACE"] and nothing:
             continue
         rows = torch.arange(block * block_q, (block + 1) * block_q)
         first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
@@ -126,17 +126,18 @@ def forward(grid: tuple[int, ...], **a: Any) -> None:
             p = p * kept(a, batch, head, rows, torch.cat(keys)) * a["keep_scale"]
         out = p @ torch.cat(values)
         if a["sinks"] is not None:
-            assert not a["MERGE"], "sinks belong to the first visit"
+            assert a["out_before"] is None, "sinks belong to the first visit"
             total = torch.logaddexp(lse, a["sinks"][head])
             out, lse = out * torch.exp(lse - torch.where(total == NEG_INF, 0.0, total))[:, None], total
         here = slice(block * block_q, min(n_q, (block + 1) * block_q))
         out, lse = out[: here.stop - here.start, : a["DV"]], lse[: here.stop - here.start]
-        if a["MERGE"]:
+        if a["out_before"] is not None:
+            assert a["out_before"].stride() == a["out"].stride() and (a["out_before"] is a["out"]) == a["IN_PLACE"]
             before = a["lse"][batch, head, here]
             total = torch.logaddexp(before, lse)
             pivot = torch.where(total == NEG_INF, 0.0, total)
             weights = torch.exp(before - pivot)[:, None], torch.exp(lse - pivot)[:, None]
-            out, lse = a["out"][batch, here, head] * weights[0] + out * weights[1], total
+            out, lse = a["out_before"][batch, here, head] * weights[0] + out * weights[1], total
         a["out"][batch, here, head] = out.to(a["out"].dtype)
         a["lse"][batch, head, here] = lse
 

@@ -165,7 +165,7 @@ def test_unequal_lengths_align_at_the_end_and_empty_rows_are_exact(mask, query_l
     assert visit is not None
     nan = float("nan")
     total = local_kernel.Partial(torch.full_like(dout, nan), torch.full_like(dlse, nan))
-    BACKEND.forward(q, k, v, visit, Scoring(0.25), into=total, first=True)
+    BACKEND.forward(q, k, v, visit, Scoring(0.25), into=total, before=None)
     empty = total.lse.isinf()
     dlse = dlse.masked_fill(empty, 0.0)
     dk, dv = (torch.full_like(x, nan) for x in (k, v))
@@ -193,7 +193,7 @@ def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_l
     sink = torch.arange(heads) + 0.5
     for sinks, lse in ((sink, sink[:, None]), (None, -math.inf)):
         total = local_kernel.Partial(torch.full_like(dout, math.nan), torch.full_like(dlse, math.nan))
-        BACKEND.forward(q, k, v, visit, Scoring(0.25, sinks=sinks), into=total, first=True)
+        BACKEND.forward(q, k, v, visit, Scoring(0.25, sinks=sinks), into=total, before=None)
         assert not total.out.any() and (total.lse == lse).all()
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
     state = local_kernel.Started(total.lse, dlse, dq, q.dtype)
@@ -227,5 +227,8 @@ def test_a_later_visit_leaves_rows_alone_that_see_nothing():
     later = plan.Visit(visit.queries, (Run(96, 1, 96),), Mask(right=0))  # keys after every query
     total = local_kernel.Partial(torch.randn_like(inputs.dout), torch.randn_like(inputs.dlse))
     before = [x.clone() for x in total]
-    BACKEND.forward(*inputs[:3], later, Scoring(0.25), into=total, first=False)
+    BACKEND.forward(*inputs[:3], later, Scoring(0.25), into=total, before=total.out)
     assert all(torch.equal(a, b) for a, b in zip(total, before, strict=True))
+    last = local_kernel.Partial(torch.full_like(total.out, math.nan, dtype=torch.float16), total.lse)
+    BACKEND.forward(*inputs[:3], later, Scoring(0.25), into=last, before=total.out)
+    assert torch.equal(last.out, before[0].half()) and torch.allclose(last.lse, before[1])

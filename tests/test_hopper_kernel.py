@@ -108,11 +108,12 @@ def test_shares_are_of_one_length_to_a_piece():
 
 # kernel, dtype, head dim, v's, options of compile_hopper
 Variant = tuple[str, torch.dtype, int, int, tuple[tuple[str, bool], ...]]
+LAST = (("accumulate", True), ("last", True))
 TUNED: list[Variant] = [  # up to head dim 128
     *(
         ("forward", torch.bfloat16, dim, dim, options)
         for dim in (64, 128)
-        for options in ((), (("accumulate", True),), (("full", True),), (("sinks", True),))
+        for options in ((), (("accumulate", True),), LAST, (("full", True),), (("sinks", True),))
     ),
     ("forward", torch.float16, 96, 96, ()),
     *(
@@ -134,6 +135,7 @@ WIDE: list[Variant] = [
 ]
 OTHERS: list[Variant] = [
     ("forward", torch.bfloat16, 256, 256, (("accumulate", True),)),
+    ("forward", torch.bfloat16, 256, 256, LAST),
     ("forward", torch.bfloat16, 192, 128, ()),
     ("backward", torch.bfloat16, 128, 128, (("softcap", True),)),
     ("backward", torch.bfloat16, 64, 64, (("dropout", True), ("accumulate", True))),

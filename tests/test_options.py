@@ -213,8 +213,10 @@ def test_with_one_visit_out_has_qs_dtype_at_once(monkeypatch):
     """Sinks leave nothing to do after it."""
     written, backend = [], ops._backend("torch", False)
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, first: bool) -> None:
-        backend.forward(q, k, v, visit, scoring, into, first)
+    def spy(
+        q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, before: Tensor | None
+    ) -> None:
+        backend.forward(q, k, v, visit, scoring, into, before)
         written.extend(into)
 
     monkeypatch.setattr(ops, "_backend", lambda *_: backend._replace(forward=spy))
