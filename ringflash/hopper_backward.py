@@ -136,8 +136,8 @@ def _weigh(
     )
     if DROP:
         SIGNS: gl.constexpr = (
-            "mul.lo.s32 hash, $9, $11; setp.lt.s32 dropped, hash, $13; @dropped neg.f32 a, a;"
-            " mul.lo.s32 hash, $10, $12; setp.lt.s32 dropped, hash, $14; @dropped neg.f32 b, b; "
+            "mul.lo.s32 hash, $9, $11; setp.lt.s32 dropped, hash, $13; @dropped mul.f32 a, a, 0fBF800000;"
+            " mul.lo.s32 hash, $10, $12; setp.lt.s32 dropped, hash, $14; @dropped mul.f32 b, b, 0fBF800000; "
         )
     else:
         SIGNS: gl.constexpr = ""
@@ -230,9 +230,13 @@ def _step(
     dp = warpgroup_mma_wait(1, deps=[dp])
     if words_s is not None:
         minus_delta = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
-        dp = gl.where(p > 0, dp, minus_delta[None, :].broadcast_to([KEYS, BLOCK_Q]))
-        p = gl.abs(p)
-    ds = (p * dp).to(q_s.dtype)
+        ds = gl.inline_asm_elementwise(
+            "{.reg .pred dropped; .reg .f32 p; setp.lt.f32 dropped, $1, 0f00000000; abs.f32 p, $1;"
+            " mul.f32 $0, p, $2; @dropped mul.f32 $0, p, $3;}",
+            "=&r,r,r,r", [p, dp, minus_delta[None, :]], dtype=gl.float32, is_pure=True, pack=1,
+        ).to(q_s.dtype)  # fmt: skip
+    else:
+        ds = (p * dp).to(q_s.dtype)
     if WITH_DQ:
         ds_s.index(slot).slice(WHO * KEYS, KEYS, 0).store(ds)
         fence_async_shared()
