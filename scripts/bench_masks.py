@@ -61,7 +61,7 @@ SHAPES = ["1,16,16,65536,128", "1,32,8,65536,128"]
 OPTION_SHAPES = ["1,16,16,16384,128"]
 MASKS = ["window4096", "equal16", "equal16-full", "documents2048", "documents2048-full"]
 PEERS = ["flex", "fa2-varlen"]
-OPTIONS = ["softcap", "sinks", "dropout", "alibi"]
+OPTIONS = ["softcap", "sinks", "dropout", "alibi", "deterministic"]
 YARDSTICKS = ["sdpa-fa2", "sdpa-cudnn"]
 ROUNDING = 0.02  # relative: several times that of bf16. What differs by more is another result
 
@@ -192,6 +192,7 @@ def make_options(heads: int, device: torch.device) -> dict[str, dict[str, Any]]:
         "sinks": {"sinks": sinks},
         "dropout": {"dropout_p": 0.1},
         "alibi": {"alibi_slopes": slopes},
+        "deterministic": {"deterministic": True},
     }
 
 
