@@ -12,7 +12,8 @@ ends with idle multiprocessors. So shards that arrived meanwhile are attended to
 rows land in ascending order of position, which makes them one visit like any other. The first launch has the rank's own
 shard; to wait for a second one costs less by NVLink than a launch for each, unless that one is large: emulated, two
 GPUs with 8k tokens each had an efficiency of 0.88 with two launches and have 0.98 with one (results/emulate_ring.csv).
-All transports group alike, and give the same bits.
+Where a mask lets little of the others' shards be seen, all of that is waited for. All transports group alike, and give
+the same bits.
 
 Note [dK and dV come home last]. Backward, a rank visits its own shard last. The rank above is the first to sum the
 gradients of a shard: each receives what those before it have summed, adds its own share in place, and sends it on. From
@@ -49,7 +50,8 @@ from .span import span
 logger = logging.getLogger("ringflash")
 TRANSPORTS = ("auto", "gloo", "nccl", "nvlink")
 GROUP_BYTES = 2**28  # most that a group of several shards takes: see Note [Groups]
-FIRST_BYTES = 2**27  # most that is waited for before the first launch
+FIRST_BYTES = 2**27  # most of another shard that is waited for before the first launch
+FEW_BYTES = 3 * 2**23  # most of several shards: NVLink brings it in about the time that a launch more would take
 ABSENT_SECONDS = 0.5  # that a rank whose call failed waits to hear who else's did
 HALVED_BYTES = 2**26  # sums of a shard that travel in halves: see Note [Halves]
 APART_BYTES = 2**27  # most sums of the own shard that lie apart: see Note [dK and dV come home last]
@@ -394,7 +396,8 @@ Arrival = tuple[int, Visit | None, Tensor, Tensor]
 def grouped(plan: Plan, k: Tensor, v: Tensor) -> tuple[Group, ...]:
     """What the forward pass attends to at a time: see Note [Groups]."""
     row_bytes = max(RowShape.of(k, v).size(1) * k.itemsize, 1)
-    return group_visits(plan, GROUP_BYTES // row_bytes, FIRST_BYTES // row_bytes)
+    most, first, few = (nbytes // row_bytes for nbytes in (GROUP_BYTES, FIRST_BYTES, min(FIRST_BYTES, FEW_BYTES)))
+    return group_visits(plan, most, first, few)
 
 
 class Halves(NamedTuple):

@@ -7,7 +7,7 @@ a rank are in ascending order and don't interleave, so the rows of every shard a
     contiguous   01 23 45 67             (0, 1, 2)
     zigzag       07 16 25 34             (0, 1, 1) (7, 1, 1)
     striped      04 15 26 37             (0, 4, 2)
-    balanced     blocks of the sequence, dealt so that all ranks see equally many keys under a mask; equal rows too
+    balanced     contiguous, but for blocks that ranks swap until all see equally many keys under a mask
 
     contiguous-by-document, zigzag-by-document: each packed document is cut so, and ranks hold their part of every one
 """
@@ -32,7 +32,8 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
-BALANCED = 1.01  # the work of the busiest rank over the mean that "balanced" is content with
+CONTENT = 1.05  # the work of the busiest rank over the mean that "balanced" leaves as it is
+BALANCED = 1.02  # and what it aims at where that is exceeded
 WHOLE = 128  # blocks are multiples of so many tokens, as the kernels' tiles are, or there are
 FEW = 8  # blocks of a rank at most, of any size
 
@@ -131,10 +132,11 @@ def merge_runs(parts: list[Run]) -> Runs:
 def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
     """The pieces of each rank in the balanced layout.
 
-    The sequence is cut in blocks of one size, and blocks are dealt in rounds, the heaviest first: each rank gets one
-    of the next `world_size` blocks, the heaviest of them going to the rank that has least so far. So rows are equal,
-    and work is as equal as blocks are small. They are halved until the busiest rank is within BALANCED of the mean:
-    large blocks keep documents together, and make few runs. What is left at the end is cut evenly beforehand.
+    Where the contiguous one is not good enough, the sequence is cut in blocks of one size, of which each rank gets as
+    many, one behind the other. Then the busiest rank swaps a block with another, again and again, until it is within
+    BALANCED of the mean (see `_even_out`). If that fails blocks are halved. So rows are equal, and ranks keep most of
+    what lies together: little of a shard is seen by others, and shards are few runs. What is left at the end is cut
+    evenly beforehand.
     """
     position = torch.arange(seq_len, device="cpu")
     seen = torch.cat([position.new_zeros(1), count_seen(mask, position, seq_len).cumsum(0)])
@@ -149,18 +151,49 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
         ends = [Run(tail + run.start, 1, run.length) for run in ends]
         load = torch.stack([seen[run.start + run.length] - seen[run.start] for run in ends])
         weight = seen[torch.arange(world_size * blocks + 1, device="cpu") * size].diff()
-        owners = torch.empty_like(weight)
-        for turn in weight.argsort(descending=True, stable=True).split(world_size):
-            least_first = load.argsort(stable=True)
-            owners[turn] = least_first
-            load[least_first] += weight[turn]
-        if blocks * 2 > most or load.max() <= BALANCED * load.double().mean():
+        load += weight.reshape(world_size, blocks).sum(1)
+        limit = int((CONTENT if blocks == 1 else BALANCED) * load.double().mean())
+        owners = _even_out(weight, load, limit)
+        if blocks * 2 > most or load.max() <= limit:
             break
         blocks *= 2
     return [
         [*(Run(index * size, 1, size) for index in (owners == rank).nonzero()[:, 0].tolist()), ends[rank]]
         for rank in range(world_size)
     ]
+
+
+def _even_out(weight: Tensor, load: Tensor, limit: int) -> Tensor:
+    """The owner of each block, when ranks have swapped blocks until no `load`, which is changed, is above the limit, or
+    no swap helps the busiest one. Of the swaps that go nearest to the limit it is one that leaves the fewest runs.
+
+    `weight` is that of each block, of which every rank has as many in the beginning; `load` has them in it.
+    """
+    owners = torch.arange(len(load), device="cpu").repeat_interleave(len(weight) // len(load))
+    nobody = owners.new_tensor([-1])
+    while load.max() > limit:
+        busiest = int(load.argmax())
+        mine, others = (owners == busiest).nonzero()[:, 0], (owners != busiest).nonzero()[:, 0]
+        them = owners[others]
+        less = weight[mine, None] - weight[others]
+        worst = torch.maximum(load[busiest] - less, load[them] + less)
+        if len(others) == 0 or worst.min() >= load[busiest]:
+            break
+        beside = torch.stack([torch.cat([nobody, owners[:-1]]), torch.cat([owners[1:], nobody])])  # whose they are
+
+        def touching(blocks: Tensor, whose: Tensor | int, beside: Tensor = beside) -> Tensor:
+            return (beside[:, blocks] == whose).sum(0)
+
+        runs = touching(mine, busiest)[:, None] + touching(others, them)
+        runs -= (beside[:, mine, None] == them).sum(0) + touching(others, busiest)
+        over = (worst - limit).clamp(min=0)
+        runs = runs.masked_fill(over > over.min(), 5)  # more than there can be
+        best = worst.masked_fill(runs > runs.min(), int(load.max())).argmin()
+        i, j = mine[best // len(others)], others[best % len(others)]
+        load[owners[j]] += weight[i] - weight[j]
+        load[busiest] -= weight[i] - weight[j]
+        owners[i], owners[j] = owners[j].clone(), busiest
+    return owners
 
 
 def count_rows(runs: Runs) -> int:

@@ -215,33 +215,29 @@ def _align_documents(mask: Mask) -> tuple[Runs, Runs, Mask]:
 
 
 @lru_cache(maxsize=256)
-def group_visits(plan: Plan, most_rows: int, first_rows: int) -> tuple[Group, ...]:
+def group_visits(plan: Plan, most_rows: int, first_rows: int, few_rows: int) -> tuple[Group, ...]:
     """The visits of a plan in few groups, every one of up to `GROWTH` times as many shards as the last.
 
     So a group can arrive while the one before it is computed, and merges are few. The first one is the rank's own
-    shard, and with it the next that is visible where those are at most `first_rows` rows, which are waited for. A group
-    of several shards has at most `most_rows` rows. Shards whose positions interleave (striped), or would lie in many
-    pieces, are not grouped. Example: 8 ranks, full mask, any number of rows -> steps 0 1 | 2 3 4 5 6 7.
+    shard, and with it the next that is visible where those are at most `first_rows` rows, which are waited for, and
+    those behind it while all of them are at most `few_rows`. A group of several shards has at most `most_rows` rows.
+    Shards whose positions interleave (striped), or would lie in many pieces, are not grouped.
+    Example: 8 ranks, full mask, any number of rows, few are none -> steps 0 1 | 2 3 4 5 6 7.
     """
     steps = deque(step for step, visit in enumerate(plan.visits) if step > 0 and visit is not None)
-    first, most = _one_shard(plan, 0), GROWTH
-    if steps and _one_shard(plan, steps[0]).rows <= first_rows:
-        joined = _join(plan, [0, steps[0]])
-        if joined is not None and joined.rows <= most_rows and len(joined.pieces) <= 2 * MOST_PIECES:
-            first, most = joined, 2 * GROWTH
-            steps.popleft()
-    groups = [first]
-    while steps:
-        members = [steps.popleft()]
+    groups, most = [], plan.world_size
+    while steps or not groups:
+        members = [steps.popleft() if groups else 0]
         group = _one_shard(plan, members[0])
+        own_rows = group.rows
         while steps and len(members) < most:
-            members.append(steps[0])
-            larger = _join(plan, members)
-            if larger is None or larger.rows > most_rows or len(larger.pieces) > MOST_PIECES * len(members):
-                members.pop()
+            larger = _join(plan, [*members, steps[0]])
+            if larger is None or larger.rows > most_rows or len(larger.pieces) > MOST_PIECES * (len(members) + 1):
+                break
+            if not groups and larger.rows - own_rows > (first_rows if len(members) == 1 else few_rows):
                 break
             group = larger
-            steps.popleft()
+            members.append(steps.popleft())
         groups.append(group)
         most = GROWTH * len(members)
     return tuple(groups)

@@ -150,6 +150,7 @@ def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(
 ):
     seq_len, mask = drawn[0], Mask(**drawn[1])
     rank, balance = data.draw(st.integers(0, world_size - 1)), mask if layout == "balanced" else None
+    sizes = most_rows, first_rows, data.draw(st.integers(0, first_rows))
     plan = plan_ring(mask, layout, seq_len, rank, world_size, balance)
     shards = [held(layout, seq_len, world_size, r, mask) for r in range(world_size)]
     expected = [
@@ -158,7 +159,7 @@ def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(
         if visit is not None
         for key in runs_to_positions(visit.keys).tolist()
     ]
-    for groups in (group_visits(plan, most_rows, first_rows), split_visits(plan, 1, 1), split_visits(plan, 2, 2)):
+    for groups in (group_visits(plan, *sizes), split_visits(plan, 1, 1), split_visits(plan, 2, 2)):
         found = []
         for group in groups:
             keys = positions_in(plan, group, shards)
@@ -169,9 +170,10 @@ def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(
                 found += [(group.visit.queries, key, group.visit.mask) for key in keys]
         seen = {key for visit in plan.visits if visit for key in seen_keys(visit)}
         assert {key for _, key, _ in found} >= seen and set(found) <= set(expected) and len(found) == len(set(found))
-    grouped = group_visits(plan, most_rows, first_rows)
+    grouped = group_visits(plan, *sizes)
     assert sorted(key for _, key, _ in expected) == sorted(k for g in grouped for k in positions_in(plan, g, shards))
-    assert sum(piece.end - piece.begin for piece in grouped[0].pieces if piece.step > 0) <= first_rows
+    others = {piece.step: piece.end - piece.begin for piece in grouped[0].pieces if piece.step > 0}
+    assert sum(others.values()) <= (first_rows if len(others) == 1 else sizes[2])
     for group in grouped:
         assert group.rows <= most_rows or len({piece.step for piece in group.pieces}) == 1
     own_last = [step for step in (*range(1, plan.hops + 1), 0) for _ in range(2)]
@@ -187,10 +189,12 @@ def seen_keys(visit: Visit) -> list[int]:
 
 
 def sizes_of_groups(
-    world_size: int, layout: str = "zigzag", most_rows: int = 1 << 30, first_rows: int = 0, rank: int = 0
-) -> list[int]:
-    plan = plan_ring(Mask(right=0), layout, 64 * world_size, rank, world_size)
-    return [len({piece.step for piece in group.pieces}) for group in group_visits(plan, most_rows, first_rows)]
+    world_size: int, layout: str = "zigzag", most_rows: int = 1 << 30, first_rows: int = 0, few_rows: int = 0,
+    rank: int = 0, window: int | None = None,
+) -> list[int]:  # fmt: skip
+    plan = plan_ring(Mask(window, 0), layout, 64 * world_size, rank, world_size)
+    groups = group_visits(plan, most_rows, first_rows, few_rows)
+    return [len({piece.step for piece in group.pieces}) for group in groups]
 
 
 def test_groups_grow_while_there_is_room():
@@ -214,6 +218,14 @@ def test_the_first_group_has_a_second_shard_that_is_worth_waiting_for():
     assert sizes_of_groups(8, rank=7, first_rows=63) == [2, 6]  # of the shard below, half is seen
     assert sizes_of_groups(8, most_rows=64, first_rows=64) == [1] * 8
     assert sizes_of_groups(8, "striped", first_rows=64) == [1] * 8
+
+
+def test_the_first_group_has_all_of_little_that_is_seen_elsewhere():
+    assert sizes_of_groups(8, rank=3, window=32) == [1, 2]  # 32 rows of each neighbour
+    assert sizes_of_groups(8, rank=3, window=32, first_rows=64, few_rows=63) == [2, 1]
+    assert sizes_of_groups(8, rank=3, window=32, first_rows=64, few_rows=64) == [3]
+    assert sizes_of_groups(8, first_rows=64, few_rows=64 * 4) == [5, 3]
+    assert sizes_of_groups(8, first_rows=63, few_rows=63) == [1, 3, 4]
 
 
 def test_shards_stop_moving_when_nobody_sees_them():
