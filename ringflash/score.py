@@ -16,7 +16,7 @@ no head's pattern says anything of another's. Probabilities are multiples of 2^-
 `hopper_forward.py` and `hopper_backward.py` say the same.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,9 @@ def threshold(dropout_p: float) -> int:
 
 def draw_head_words(batch: int, heads: int, generator: torch.Generator | None = None) -> Tensor:
     """The word of each head, int32 `(batch, heads)` on the CPU, odd; by default from PyTorch's generator there."""
-    half = torch.randint(-(2**30), 2**30, (batch, heads), dtype=torch.int32, device="cpu", generator=generator)
+    # None is not given: beside it compilers take no size that they leave open
+    given: dict[str, Any] = {} if generator is None else {"generator": generator}
+    half = torch.randint(-(2**30), 2**30, (batch, heads), dtype=torch.int32, device="cpu", **given)
     return half * 2 + 1
 
 

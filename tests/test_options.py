@@ -239,3 +239,13 @@ def test_a_query_that_sees_no_key_has_the_sink_alone():
     inputs = random_inputs(1, 4, 2, 16, key_len=1)
     out, lse = flash_attention(*inputs[:3], causal=True, sinks=torch.tensor([0.5, -1.0]), return_lse=True)
     assert not out[:, :3].any() and lse[0, :, :3].tolist() == [[0.5] * 3, [-1.0] * 3]
+
+
+def test_a_compiled_call_with_dropout_takes_another_batch_size():
+    model = torch.compile(lambda x: flash_attention(x, x, x, dropout_p=0.3), backend="eager", fullgraph=True)
+    for batch in (2, 3, 4):  # the second makes it symbolic
+        x = torch.randn(batch, 8, 2, 16)
+        torch.manual_seed(batch)
+        expected = flash_attention(x, x, x, dropout_p=0.3)
+        torch.manual_seed(batch)
+        assert torch.equal(model(x), expected)
