@@ -760,7 +760,7 @@ def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = N
         return
     always = not _has_nccl(group, device)
     all_ranks, work = _gather(group, text, device)
-    if error is not None and not always:
+    if error is not None and "nccl" in _backends(group).values():  # what was refused may lie anywhere
         return  # the others may be past their check: don't wait for them
     if work is not None:
         try:
@@ -807,7 +807,7 @@ def _absent(group: dist.ProcessGroup) -> str:
 
 def from_first_rank(group: dist.ProcessGroup, x: Tensor, device: torch.device) -> Tensor:
     """Rank 0's `x`, which lies on the CPU, on the `device` of every rank. The host waits for gloo alone."""
-    by_nccl = _has_nccl(group, device)
+    by_nccl = "gloo" not in _backends(group).values()
     x = ahead(x, device) if by_nccl else x.clone()
     if group.size() > 1:
         work = dist.broadcast(x, group=group, group_src=0, async_op=True)

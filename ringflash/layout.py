@@ -141,7 +141,7 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
     position = torch.arange(seq_len, device="cpu")
     seen = torch.cat([position.new_zeros(1), count_seen(mask, position, seq_len).cumsum(0)])
     rows = seq_len // world_size
-    most = max(rows // WHOLE, min(rows, FEW))  # blocks of a rank
+    most = max(rows // WHOLE, min(rows, FEW), 1)  # blocks of a rank
     blocks = 1
     while True:
         size = rows // blocks
@@ -154,9 +154,9 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
         load += weight.reshape(world_size, blocks).sum(1)
         limit = int((CONTENT if blocks == 1 else BALANCED) * load.double().mean())
         owners = _even_out(weight, load, limit)
-        if blocks * 2 > most or load.max() <= limit:
+        if blocks == most or load.max() <= limit:
             break
-        blocks *= 2
+        blocks = min(blocks * 2, most)
     return [
         [*(Run(index * size, 1, size) for index in (owners == rank).nonzero()[:, 0].tolist()), ends[rank]]
         for rank in range(world_size)

@@ -117,6 +117,14 @@ def test_work_under_other_masks_is_balanced_too(mask):
     assert imbalance("balanced", 50000, 4, mask) <= 1.05
 
 
+@pytest.mark.parametrize(("seq_len", "world_size"), [(48618, 16), (12030, 6)])
+def test_rows_that_blocks_do_not_divide_are_balanced_too(seq_len, world_size):
+    """Blocks of more than 128 tokens, cut to that, would leave half of the sequence at the end."""
+    for seed in range(8):
+        mask = Mask(causal=True, cu_seqlens=log_normal_documents(seq_len, seed))
+        assert imbalance("balanced", seq_len, world_size, mask) <= 1.05
+
+
 def test_the_balanced_layout_cuts_into_few_and_large_runs():
     mask = Mask(causal=True, cu_seqlens=log_normal_documents(65536, 0))
     for rank in range(8):
