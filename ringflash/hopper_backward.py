@@ -13,7 +13,7 @@ dQ (Notes [Rows of a whole tile] and [dQ in register order]).
 Legend: scores lie transposed, keys by queries. Products are written with their shapes: Q, K rows of a tile, D and DV
 head dims. `lse` and `delta` are those rows, fp32, negated as above. Names that end in `_s` lie in shared memory:
 
-    k_s (1, BLOCK_K, BLOCK_D), v_s (BLOCK_K, BLOCK_DV)  kv_full     once a program
+    k_s, v_s (1, BLOCK_K, BLOCK_D or BLOCK_DV)          kv_full     once a program
     q_s (STAGES, BLOCK_Q, BLOCK_D)                      q_full      one barrier a stage
     lse_s, seen_s, words_s (STAGES, BLOCK_Q), head_s    q_full
     dout_s (STAGES, BLOCK_Q, BLOCK_DV), delta_s         dout_full   one a stage
@@ -116,7 +116,8 @@ def _mask(scores, key, seen_s, stage, n_k, HAS_TABLE: gl.constexpr, UNSEEN: gl.c
 def _zero(stage):
     """0, as the compiler cannot see: what depends on it is computed in each step and keeps no registers between steps.
 
-    (K's addresses for dQ kept 14 in one of the warpgroups, for which others were spilled.)"""
+    (K's addresses for dQ kept 14 in one of the warpgroups, for which others were spilled; under a cap so do those of K
+    and V for the scores and dP.)"""
     return stage >> 8
 
 
@@ -136,8 +137,8 @@ def _weigh(
     )
     if DROP:
         SIGNS: gl.constexpr = (
-            "mul.lo.s32 hash, $9, $11; setp.lt.s32 dropped, hash, $13; @dropped neg.f32 a, a;"
-            " mul.lo.s32 hash, $10, $12; setp.lt.s32 dropped, hash, $14; @dropped neg.f32 b, b; "
+            "mul.lo.s32 hash, $9, $11; setp.lt.s32 dropped, hash, $13; @dropped mul.f32 a, a, 0fBF800000;"
+            " mul.lo.s32 hash, $10, $12; setp.lt.s32 dropped, hash, $14; @dropped mul.f32 b, b, 0fBF800000; "
         )
     else:
         SIGNS: gl.constexpr = ""
@@ -190,8 +191,9 @@ def _step(
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
     UNSEEN: gl.constexpr = float("-inf") if cap_scale is None else HIDDEN
-    k_mine = k_s.index(0).reshape([BLOCK_K, BLOCK_D]).slice(WHO * KEYS, KEYS, 0)
-    v_mine = v_s.reshape([BLOCK_K, BLOCK_DV]).slice(WHO * KEYS, KEYS, 0)
+    at = 0 if cap_scale is None else _zero(stage)
+    k_mine = k_s.index(at).reshape([BLOCK_K, BLOCK_D]).slice(WHO * KEYS, KEYS, 0)
+    v_mine = v_s.index(at).reshape([BLOCK_K, BLOCK_DV]).slice(WHO * KEYS, KEYS, 0)
     q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
     dout_tile = dout_s.index(stage).reshape([BLOCK_Q, BLOCK_DV])
     mbarrier.wait(q_full.index(stage), phase)
@@ -230,9 +232,13 @@ def _step(
     dp = warpgroup_mma_wait(1, deps=[dp])
     if words_s is not None:
         minus_delta = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
-        dp = gl.where(p > 0, dp, minus_delta[None, :].broadcast_to([KEYS, BLOCK_Q]))
-        p = gl.abs(p)
-    ds = (p * dp).to(q_s.dtype)
+        ds = gl.inline_asm_elementwise(
+            "{.reg .pred dropped; .reg .f32 p; setp.lt.f32 dropped, $1, 0f00000000; abs.f32 p, $1;"
+            " mul.f32 $0, p, $2; @dropped mul.f32 $0, p, $3;}",
+            "=&r,r,r,r", [p, dp, minus_delta[None, :]], dtype=gl.float32, is_pure=True, pack=1,
+        ).to(q_s.dtype)  # fmt: skip
+    else:
+        ds = (p * dp).to(q_s.dtype)
     if WITH_DQ:
         ds_s.index(slot).slice(WHO * KEYS, KEYS, 0).store(ds)
         fence_async_shared()
@@ -365,7 +371,7 @@ def _producer(
     head_lanes = gl.full([64], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, [batch, first_row, kv_head, 0], kv_full.index(0), k_s.index(0))
-    tma_load(v_desc, [batch, first_row, kv_head, 0], kv_full.index(0), v_s)
+    tma_load(v_desc, [batch, first_row, kv_head, 0], kv_full.index(0), v_s.index(0))
     first, full_first, full_stop, stop = tiles
     tile = first
     place = first_head * n_tiles_q + first
@@ -427,7 +433,7 @@ def backward_kernel(
         key_words = words + n_q
 
     k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_DV], dout_desc.layout)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, BLOCK_K, BLOCK_Q], ds_layout)

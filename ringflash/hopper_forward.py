@@ -17,13 +17,15 @@ memory:
     words_s (STAGES, BLOCK_K)           k_full            where weights are dropped
     v_s (STAGES, BLOCK_K, BLOCK_DV)     v_full            one a stage
                                         free              one a stage, of K of a tile and V of the tile before it
+                                        v_free            where scores are BOUNDED, one a stage, of V: `free` is K's
 
 with axes of length 1 for batch and head, as descriptors have them. `stage` is where a tile lies, `phase` which of its
 uses a barrier counts, 0 or 1; `before` and `phase_before` are those of the tile before. `tiles` are the tiles of keys
 that a block sees, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)` need the mask.
 
 Softcap and dropout are there where `cap_scale` and `words` are: see `_cap` and `_drop`. `words` are of the query rows,
-and after them of the key rows.
+and after them of the key rows. Scores are BOUNDED where a cap keeps `exp2` of any within what V's dtype holds: see
+`_step_bounded`.
 """
 
 import math
@@ -109,11 +111,11 @@ def _give_turn(WHO: gl.constexpr):
 
 
 @gluon.jit
-def _mask(scores, tile, seen_first, seen_count, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
-    """-inf where a query does not see a key: outside `seen_count` key rows from `seen_first` on."""
+def _mask(x, tile, seen_first, seen_count, UNSEEN: gl.constexpr, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
+    """UNSEEN where a query does not see a key: outside `seen_count` key rows from `seen_first` on."""
     key = tile * BLOCK_K + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, s_layout))
     since_first = (key[None, :] - seen_first[:, None]).to(gl.uint32, bitcast=True)
-    return gl.where(since_first < seen_count[:, None].to(gl.uint32, bitcast=True), scores, NEG_INF)
+    return gl.where(since_first < seen_count[:, None].to(gl.uint32, bitcast=True), x, UNSEEN)
 
 
 @gluon.jit
@@ -193,7 +195,7 @@ def _step(
     if cap_scale is not None:
         scores = _cap(scores, cap_scale)
     if i < n_masked:
-        scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_count, BLOCK_K, s_layout)
+        scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
     p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
     row_sum += _add_columns(p_wide)
@@ -205,6 +207,48 @@ def _step(
     p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
     return acc, p, row_max, row_sum
+
+
+@gluon.jit
+def _step_bounded(
+    i, n_tiles, tile, stages, q, k_s, v_s, words_s, barriers, state, zero, seen_first, seen_count, unit, cap_scale,
+    row_words, drop_below,
+    WHO: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr,
+    s_layout: gl.constexpr, o_layout: gl.constexpr,
+):  # fmt: skip
+    """`_step` where scores are BOUNDED: it takes no maximum, rescales nothing, and masks where there is a `tile`.
+
+    P V of the tile before runs beside `tanh`, which the unit of `exp2` makes too. So that the compiler waits for that
+    product no earlier, the wait for the next keys, a branch, is behind `tanh`. K falls free before it, V after it."""
+    k_full, v_full, free, v_free = barriers
+    acc, p, row_sum = state
+    stage, phase, before, phase_before = stages
+    if PINGPONG:
+        _wait_turn(WHO)
+    scores = _start_scores(q, k_s, stage, zero, BLOCK_K, BLOCK_D)
+    mbarrier.wait(v_full.index(before), phase_before)
+    acc = _start_out(p, v_s, before, acc, BLOCK_K, BLOCK_DV)
+    if PINGPONG:
+        _give_turn((WHO + 1) % CONSUMERS)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    if words_s is None:
+        mbarrier.arrive(free.index(stage))
+    capped = _cap(scores, cap_scale)
+    if i + 1 < n_tiles:
+        next_stage, next_phase = _next_stage(stage, phase, STAGES)
+        mbarrier.wait(k_full.index(next_stage), next_phase)
+    p_wide = gl.exp2(capped * unit)
+    if tile is not None:
+        p_wide = _mask(p_wide, tile, seen_first, seen_count, 0.0, BLOCK_K, s_layout)
+    row_sum += _add_columns(p_wide)
+    if words_s is not None:
+        key_words = words_s.index(stage).load(gl.SliceLayout(0, s_layout))
+        p_wide = _drop(p_wide, row_words[:, None], key_words[None, :], drop_below)
+        mbarrier.arrive(free.index(stage))
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_free.index(before))
+    return acc, gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2)), row_sum
 
 
 @gluon.jit
@@ -299,11 +343,11 @@ def _attend_block(
     drop_below, keep_scale,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """ROWS queries against all tiles, which are at least one. Returns the stage and phase that come next."""
     q_s, k_s, v_s, words_s = buffers
-    q_full, q_empty, k_full, v_full, free = barriers
+    q_full, q_empty, k_full, v_full, free, v_free = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
@@ -339,9 +383,12 @@ def _attend_block(
         mbarrier.arrive(free.index(stage))
     if cap_scale is not None:
         scores = _cap(scores, cap_scale)
-    scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, BLOCK_K, s_layout)
+    scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
-    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
+    if BOUNDED:
+        p_wide = gl.exp2(scores * scale_log2)
+    else:
+        p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
     row_sum = _add_columns(p_wide)
     if words is not None:
         key_words = words_s.index(stage).load(gl.SliceLayout(0, s_layout))
@@ -350,28 +397,57 @@ def _attend_block(
     p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
-    state = (acc, p, row_max, row_sum)
     before = stage
     phase_before = phase
     stage, phase = _next_stage(stage, phase, STAGES)
-    for i in range(1, n_tiles):
-        state = _step(
-            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
-            state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words, drop_below,
-            WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
-        )  # fmt: skip
-        before = stage
-        phase_before = phase
-        stage, phase = _next_stage(stage, phase, STAGES)
+    if BOUNDED:
+        if n_tiles > 1:
+            mbarrier.wait(k_full.index(stage), phase)
+        state = (acc, p, row_sum)
+        for i in range(1, n_masked):
+            state = _step_bounded(
+                i, n_tiles, _tile_at(i, tiles), (stage, phase, before, phase_before), q, k_s, v_s, words_s,
+                (k_full, v_full, free, v_free), state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words,
+                drop_below,
+                WHO, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, CONSUMERS, PINGPONG, s_layout, o_layout,
+            )  # fmt: skip
+            before = stage
+            phase_before = phase
+            stage, phase = _next_stage(stage, phase, STAGES)
+        for i in range(gl.maximum(n_masked, 1), n_tiles):
+            state = _step_bounded(
+                i, n_tiles, None, (stage, phase, before, phase_before), q, k_s, v_s, words_s,
+                (k_full, v_full, free, v_free), state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words,
+                drop_below,
+                WHO, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, CONSUMERS, PINGPONG, s_layout, o_layout,
+            )  # fmt: skip
+            before = stage
+            phase_before = phase
+            stage, phase = _next_stage(stage, phase, STAGES)
+        acc, p, row_sum = state
+    else:
+        state = (acc, p, row_max, row_sum)
+        for i in range(1, n_tiles):
+            state = _step(
+                i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
+                state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words, drop_below,
+                WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
+            )  # fmt: skip
+            before = stage
+            phase_before = phase
+            stage, phase = _next_stage(stage, phase, STAGES)
+        acc, p, row_max, row_sum = state
     if not Q_IN_REGISTERS:
         mbarrier.arrive(q_empty.index(WHO))
-    acc, p, row_max, row_sum = state
     mbarrier.wait(v_full.index(before), phase_before)
     acc = _start_out(p, v_s, before, acc, BLOCK_K, BLOCK_DV)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, o_layout))
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
+    if BOUNDED:
+        mbarrier.arrive(v_free.index(before))
+        row_max = gl.where(row_sum > 0, 0.0, NEG_INF)
     _write(
         acc, row_max, row_sum, out, lse, out_before, sinks, keep_scale, head, first_row, n_q, stride_os,
         ROWS, BLOCK_DV, DV, o_layout,
@@ -384,7 +460,7 @@ def _consumer(
     WHO: gl.constexpr, buffers, barriers, given,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its share of the queries of every piece of work."""
     (
@@ -414,7 +490,8 @@ def _consumer(
                 out + of_head, lse + (batch.to(gl.int64) * n_heads + head) * n_q, before_of_head,
                 seen, sinks, head, (block * CONSUMERS + WHO) * ROWS, n_q, n_k, stride_os, scale_log2, cap_scale,
                 words, word_of_head, drop_below, keep_scale,
-                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
+                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                Q_IN_REGISTERS, PINGPONG, BOUNDED,
             )  # fmt: skip
             q_phase ^= 1
 
@@ -435,12 +512,12 @@ def _producer(
     buffers, barriers, descriptors, given,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads the queries of every piece of work, and tile after tile of its keys and values, as room falls
     free: K one tile ahead of V."""
     q_s, k_s, v_s, words_s = buffers
-    q_full, q_empty, k_full, v_full, free = barriers
+    q_full, q_empty, k_full, v_full, free, v_free = barriers
     q_desc, k_desc, v_desc = descriptors
     (
         _, _, _, ranges, _, _, schedule, words, _, _, _, _, n_q, n_k,
@@ -471,7 +548,10 @@ def _producer(
                     _load_keys(
                         batch, next_row, kv_head, k_desc, k_s, k_full, next_stage, words, words_s, n_q, n_k, BLOCK_K
                     )
-                mbarrier.wait(free.index(next_stage), next_phase ^ 1)
+                if BOUNDED:
+                    mbarrier.wait(v_free.index(stage), phase ^ 1)
+                else:
+                    mbarrier.wait(free.index(next_stage), next_phase ^ 1)
                 mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
                 tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(stage), v_s.index(stage))
                 stage = next_stage
@@ -493,7 +573,7 @@ def forward_kernel(
     cap_scale, drop_below, keep_scale,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Blocks of queries of one head each against the keys they see: every `num_programs`-th, or as a schedule says."""
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
@@ -515,9 +595,15 @@ def forward_kernel(
         mbarrier.init(k_full.index(stage), count=1 if words is None else 33)  # TMA, and a warp's lanes that copy words
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=CONSUMERS)
+    if BOUNDED:
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(STAGES):
+            mbarrier.init(v_free.index(stage), count=CONSUMERS)
+    else:
+        v_free: gl.constexpr = None
 
     buffers = (q_s, k_s, v_s, words_s)
-    barriers = (q_full, q_empty, k_full, v_full, free)
+    barriers = (q_full, q_empty, k_full, v_full, free, v_free)
     given = (
         out, lse, out_before, ranges, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q,
         n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
@@ -528,15 +614,18 @@ def forward_kernel(
             [
                 (_consumer, (
                     0, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
                 )),
                 (_consumer, (
                     1, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
                 )),
                 (_producer, (
                     buffers, barriers, descriptors, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
                 )),
             ],
             [4, 1],
@@ -547,19 +636,23 @@ def forward_kernel(
             [
                 (_consumer, (
                     0, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
                 )),
                 (_consumer, (
                     1, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
                 )),
                 (_consumer, (
                     2, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
                 )),
                 (_producer, (
                     buffers, barriers, descriptors, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE, Q_IN_REGISTERS, PINGPONG,
+                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
                 )),
             ],
             [4, 4, 1],

@@ -58,6 +58,7 @@ from .score import Scoring
 
 LOG2E = math.log2(math.e)
 NEG_INF = tl.constexpr(float("-inf"))
+WIDEST_BOUND = 50.0  # of scores whose exp, up to 5e21, bf16 holds, and fp32 its sums with values up to 1e12
 ROWS = 64  # of queries in a warpgroup, forward
 SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_share`
 MANY_PIECES = 12
@@ -291,6 +292,7 @@ def _forward_launch(
         "IN_PLACE": in_place,
         "Q_IN_REGISTERS": tile.q_in_registers,
         "PINGPONG": tile.pingpong,
+        "BOUNDED": score.cap is not None and score.cap <= WIDEST_BOUND and v.dtype == torch.bfloat16,
     }
     boxes = {
         "q_desc": _descriptor(q, ROWS, tile.block_d),

@@ -127,6 +127,7 @@ TUNED: list[Variant] = [  # up to head dim 128
     ("forward", torch.bfloat16, 64, 64, (("softcap", True), ("accumulate", True))),
     *(("forward", dtype, 128, 128, (("softcap", True), ("dropout", True))) for dtype in HALF),
     ("forward", torch.bfloat16, 128, 128, (("dropout", True), ("accumulate", True))),
+    ("backward", torch.bfloat16, 128, 128, (("softcap", True),)),
 ]
 WIDE: list[Variant] = [
     ("backward", torch.bfloat16, 256, 256, ()),
@@ -137,7 +138,6 @@ OTHERS: list[Variant] = [
     ("forward", torch.bfloat16, 256, 256, (("accumulate", True),)),
     ("forward", torch.bfloat16, 256, 256, LAST),
     ("forward", torch.bfloat16, 192, 128, ()),
-    ("backward", torch.bfloat16, 128, 128, (("softcap", True),)),
     ("backward", torch.bfloat16, 64, 64, (("dropout", True), ("accumulate", True))),
     ("backward", torch.float16, 128, 128, (("softcap", True), ("dropout", True), ("without_dq", True))),
     ("forward", torch.bfloat16, 64, 64, (("dropout", True),)),
