@@ -138,7 +138,7 @@ def _consumer(
     k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s = buffers
     kv_full, _, _, ds_full, _ = barriers
     k_s = k_s.index(0).reshape([BLOCK_K, BLOCK_D])
-    v_s = v_s.reshape([BLOCK_K, BLOCK_DV])
+    v_s = v_s.index(0).reshape([BLOCK_K, BLOCK_DV])
     buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     total_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DIM, 16])
@@ -213,7 +213,7 @@ def wide_backward_kernel(
     dv += place * DV
 
     k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_DV], dout_desc.layout)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_K, BLOCK_Q], ds_layout)
