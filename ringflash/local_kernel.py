@@ -29,6 +29,11 @@ Note [What TMA loads]. Streamed tiles (keys in the forward pass) come by TMA on 
 for the whole loop. dQ takes that where registers last: the left operands of S and dP then cost no shared memory reads,
 which bound those products at 64 keys a tile.
 
+Note [Rows in pairs]. Of fewer entries than threads, triton 3.6 has every thread load all that it needs, one at a time:
+16 of 64 rows. So what is kept of a row stands side by side (`pairs`: lse in base 2, delta), and dK/dV's loop takes both
+in one load where that is what gives each thread an entry (TOGETHER). Where each has enough alone, delta comes later: it
+would take registers. Masked loads are 0 past the end: another value costs a selection per entry.
+
 Note [Two kernels backward]. dK/dV of a block of keys, then dQ of a block of queries: seven products instead of five,
 but each result is owned by one program, so sums are in place, in fp32 and in one order: always deterministic, and no
 two programs add to one element. dQ goes first: the dK/dV that the ring brings may still be on its way.
@@ -124,6 +129,16 @@ def _rows_pointers(base, batch, head, row, stride_b, stride_s, stride_h, ROWS: t
 
 
 @triton.jit
+def _load(pointers, mask, CHECK: tl.constexpr):
+    """0 where CHECK and not `mask`."""
+    if CHECK:
+        found = tl.load(pointers, mask=mask, other=0)
+    else:
+        found = tl.load(pointers)
+    return found
+
+
+@triton.jit
 def _load_seen(seen_rows, rows, end, n_q, n_k):
     """`(first, last)`: the range of key rows that each query row sees, all of them where there is no table. Empty for
     rows past `end`."""
@@ -131,8 +146,8 @@ def _load_seen(seen_rows, rows, end, n_q, n_k):
         first = tl.zeros_like(rows)
         last = tl.where(rows < end, n_k, 0)
     else:
-        first = tl.load(seen_rows + rows, mask=rows < end, other=0)
-        last = tl.load(seen_rows + n_q + rows, mask=rows < end, other=0)
+        pointers = tl.join(seen_rows + rows, seen_rows + n_q + rows)
+        first, last = tl.split(tl.load(pointers, mask=(rows < end)[:, None], other=0))
     return first, last
 
 
@@ -396,11 +411,11 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _delta_kernel(
-    out, dout, dlse, delta, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
+    out, dout, lse, dlse, pairs, stride_ob, stride_os, stride_oh, stride_db, stride_ds, stride_dh,
     stride_lb, stride_lh, stride_ls, n_q,
     DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """`delta = rowsum(dout * out) - dlse`."""
+    """Of each row lse in base 2, and `delta = rowsum(dout * out) - dlse`: see Note [Rows in pairs]."""
     row, head, batch = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
     rows = row + tl.arange(0, BLOCK_Q)
     in_rows = rows < n_q
@@ -413,7 +428,9 @@ def _delta_kernel(
     if HAS_DLSE:
         start = batch.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh
         result -= tl.load(dlse + start + rows.to(tl.int64) * stride_ls, mask=in_rows, other=0.0)
-    tl.store(delta + (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q + rows, result, mask=in_rows)
+    rows += (batch.to(tl.int64) * tl.num_programs(1) + head) * n_q
+    tl.store(pairs + 2 * rows, tl.load(lse + rows, mask=in_rows, other=0.0) * LOG2E, mask=in_rows)
+    tl.store(pairs + 2 * rows + 1, result, mask=in_rows)
 
 
 @triton.jit
@@ -450,7 +467,7 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _dq_kernel(
-    q, k, v, dout, lse, delta, dq, ranges, seen_rows, positions, words, slopes, head_words,
+    q, k, v, dout, pairs, dq, ranges, seen_rows, positions, words, slopes, head_words,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     n_q, n_k, low, high, scale, scale_log2, heads_per_kv, cap_log2, drop_below, keep_scale,
@@ -478,13 +495,13 @@ def _dq_kernel(
         dout, batch, head, row_q, n_q, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, Q_BY_TMA, True
     )
     any_head = batch.to(tl.int64) * tl.num_programs(1) + head  # counted over batches
-    head_rows = any_head * n_q
+    pairs += 2 * (any_head * n_q + rows_q)
     base = _load_base(positions, row_q)
     query = (_load_entries(positions, row_q, n_q, BLOCK_Q) - base).to(tl.float32)
     row_words = _load_entries(words, row_q, n_q, BLOCK_Q) * _load_head_word(head_words, any_head, DROP)
     slope = _load_slope(slopes, any_head, ALIBI)
-    lse_rows = tl.load(lse + head_rows + rows_q, mask=in_rows, other=float("inf")) * LOG2E
-    delta_rows = tl.load(delta + head_rows + rows_q, mask=in_rows, other=0.0)
+    lse_rows = tl.load(pairs, mask=in_rows, other=float("inf"))
+    delta_rows = tl.load(pairs + 1, mask=in_rows, other=0.0)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     tiles_left, tiles_full, tiles_right = _tile_counts(begin, full_begin, full_end, end, BLOCK_K)
@@ -514,27 +531,27 @@ def _dq_kernel(
 
 @triton.jit
 def _dkv_step(
-    k_tile, v_tile, q, dout, lse, delta, dk, dv, key_row, seen_rows, batch, head, row, end, any_head, n_q, n_k,
+    k_tile, v_tile, q, dout, pairs, dk, dv, key_row, seen_rows, batch, head, row, end, any_head, n_q, n_k,
     scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
     positions, words, base, key, key_words, slopes, head_words, cap_log2, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, TOGETHER: tl.constexpr, MASKED: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV from one tile of queries; scores transposed, so that P and dS are left operands of their products."""
     rows = row + tl.arange(0, BLOCK_Q)
-    first_row = any_head * n_q + row
+    first_row = any_head.to(tl.int64) * n_q + row
     q_tile = _load_rows(q, batch, head, row, end, stride_qb, stride_qs, stride_qh, D, BLOCK_Q, BLOCK_D, TMA, MASKED)
     dout_tile = _load_rows(
         dout, batch, head, row, end, stride_ob, stride_os, stride_oh, DV, BLOCK_Q, BLOCK_DV, TMA, MASKED
     )
     scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # [K, D] @ [D, Q] -> [K, Q]
-    if MASKED:
-        lse_rows = (
-            tl.load(lse + first_row + tl.arange(0, BLOCK_Q), mask=rows < end, other=float("inf")) * LOG2E
-        )  # p = 0 past the end
+    if TOGETHER:
+        entries = tl.arange(0, 2 * BLOCK_Q)
+        both = _load(pairs + 2 * first_row + entries, entries < 2 * (end - row), MASKED)
+        lse_rows, delta_rows = tl.split(both.reshape([BLOCK_Q, 2]))
     else:
-        lse_rows = tl.load(lse + first_row + tl.arange(0, BLOCK_Q)) * LOG2E
+        lse_rows = _load(pairs + 2 * (first_row + tl.arange(0, BLOCK_Q)), rows < end, MASKED)
     query = (_load_entries(positions, row, n_q, BLOCK_Q) - base).to(tl.float32)
     slope = _load_slope(slopes, any_head, ALIBI)
     scores, unit, derivative = _score(scores, query[None, :], key[:, None], scale_log2, cap_log2, slope, CAP, ALIBI)
@@ -553,10 +570,8 @@ def _dkv_step(
         p *= derivative
     dv = tl.dot(weights, dout_tile, dv, input_precision=PRECISION)  # [K, Q] @ [Q, DV] -> [K, DV]
     dp = tl.dot(v_tile, dout_tile.T, input_precision=PRECISION)  # [K, DV] @ [DV, Q] -> [K, Q]
-    if MASKED:
-        delta_rows = tl.load(delta + first_row + tl.arange(0, BLOCK_Q), mask=rows < end, other=0.0)
-    else:
-        delta_rows = tl.load(delta + first_row + tl.arange(0, BLOCK_Q))
+    if not TOGETHER:
+        delta_rows = _load(pairs + 2 * (first_row + tl.arange(0, BLOCK_Q)) + 1, rows < end, MASKED)
     if DROP:
         dp = tl.where(p > 0, dp, 0.0) * keep_scale
         p = tl.abs(p)
@@ -567,13 +582,13 @@ def _dkv_step(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _dkv_kernel(
-    q, k, v, dout, lse, delta, dk, dv, ranges, seen_rows, positions, words, slopes, head_words,
+    q, k, v, dout, pairs, dk, dv, ranges, seen_rows, positions, words, slopes, head_words,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, stride_wb, stride_ws, stride_wh,
     n_q, n_k, low, high, scale, scale_log2, heads_per_kv, first_head, n_heads, cap_log2, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, TOGETHER: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key/value head, from `n_heads` of the query heads that it
@@ -596,7 +611,7 @@ def _dkv_kernel(
     base = _load_base(positions, n_q + row_k)
     key = (_load_entries(positions, n_q + row_k, n_q + n_k, BLOCK_K) - base).to(tl.float32)
     key_words = _load_entries(words, n_q + row_k, n_q + n_k, BLOCK_K)
-    heads_before = batch.to(tl.int64) * tl.num_programs(1) * heads_per_kv  # in other batches
+    heads_before = batch * tl.num_programs(1) * heads_per_kv  # in other batches
     acc_dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     acc_dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
 
@@ -605,12 +620,12 @@ def _dkv_kernel(
     for i in tl.range(0, n_heads * tiles_full, disable_licm=True):
         head = kv_head * heads_per_kv + first_head + i // tiles_full
         acc_dk, acc_dv = _dkv_step(
-            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
+            k_tile, v_tile, q, dout, pairs, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
             full_begin + i % tiles_full * BLOCK_Q, end, heads_before + head, n_q, n_k,
             scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
             positions, words, base, key, key_words, slopes, head_words,
             cap_log2, drop_below, keep_scale,
-            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, TOGETHER, MASKED=False, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
     begin, full_begin, full_end, end = _load_range(
         ranges, block, low, high
@@ -621,12 +636,12 @@ def _dkv_kernel(
         head = kv_head * heads_per_kv + first_head + i // tiles_masked
         row, stop = _masked_tile(i % tiles_masked, tiles_left, begin, full_begin, tiles_full, end, BLOCK_Q)
         acc_dk, acc_dv = _dkv_step(
-            k_tile, v_tile, q, dout, lse, delta, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
+            k_tile, v_tile, q, dout, pairs, acc_dk, acc_dv, rows_k, seen_rows, batch, head,
             row, stop, heads_before + head, n_q, n_k,
             scale_log2, stride_qb, stride_qs, stride_qh, stride_ob, stride_os, stride_oh,
             positions, words, base, key, key_words, slopes, head_words,
             cap_log2, drop_below, keep_scale,
-            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
+            D, DV, BLOCK_Q, BLOCK_D, BLOCK_DV, PRECISION, TMA, TOGETHER, MASKED=True, CAP=CAP, ALIBI=ALIBI, DROP=DROP,
         )  # fmt: skip
 
     if DROP:
@@ -662,6 +677,11 @@ class Tile:
     num_stages: int
     tma: bool
     q_in_registers: bool = False
+
+    @property
+    def together(self) -> bool:
+        """Whether dK/dV takes lse and delta in one load: see Note [Rows in pairs]."""
+        return self.block_q < 32 * self.num_warps <= 2 * self.block_q
 
 
 @dataclass(frozen=True)
@@ -749,13 +769,16 @@ def _kernel_of(which: Literal["forward", "backward"], q: Tensor, v: Tensor, scor
 class Started(NamedTuple):
     """A backward pass by the portable kernels."""
 
-    lse: Tensor  # fp32 (b, h, s)
-    delta: Tensor  # fp32 (b, h, s)
+    pairs: Tensor  # fp32 (b, h, s, 2): lse in base 2, and delta
     dq: Tensor  # (b, s, h, d): the sum so far
     dtype: torch.dtype  # of dq in the end
 
+    @property
+    def delta(self) -> Tensor:
+        return self.pairs[..., 1]
+
     def of(self, batches: slice) -> "Started":
-        return Started(self.lse[batches], self.delta[batches], self.dq[batches], self.dtype)
+        return Started(self.pairs[batches], self.dq[batches], self.dtype)
 
 
 class Ordered(NamedTuple):
@@ -823,7 +846,7 @@ def start_backward(
         if not deterministic:
             return hopper
     dq = torch.empty(q.shape, dtype=sums, device=q.device)
-    portable = Started(result.lse, _compute_delta(result.out, dout, dlse), dq, q.dtype)
+    portable = Started(_pair_rows(result, dout, dlse), dq, q.dtype)
     return Ordered(portable, hopper) if hopper else portable
 
 
@@ -900,23 +923,26 @@ def _forward(
     )
 
 
-def _compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """`delta = rowsum(dout * out) - dlse`, fp32 `(b, h, s)`."""
+def _pair_rows(result: Partial, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """Of each row lse in base 2, and `delta = rowsum(dout * out) - dlse`; fp32 `(b, h, s, 2)`."""
+    out, lse = result
     b, s, h, dim = out.shape
-    delta = torch.empty(b, h, s, dtype=torch.float32, device=out.device)
-    if delta.numel() == 0:
-        return delta
+    pairs = torch.empty(b, h, s, 2, dtype=torch.float32, device=out.device)
+    if pairs.numel() == 0:
+        return pairs
     if b > launch.MOST_BATCHES:
         for part in batches_of(out):
-            delta[part] = _compute_delta(out[part], dout[part], None if dlse is None else dlse[part])
-        return delta
+            result = Partial(out[part], lse[part])
+            pairs[part] = _pair_rows(result, dout[part], None if dlse is None else dlse[part])
+        return pairs
     out, dout = aligned(out), aligned(dout)
     lse_strides = (0, 0, 0) if dlse is None else dlse.stride()
     _delta_kernel[(count_blocks(s, 64), h, b)](
         out=out,
         dout=dout,
+        lse=lse,
         dlse=dlse,
-        delta=delta,
+        pairs=pairs,
         stride_lb=lse_strides[0],
         stride_lh=lse_strides[1],
         stride_ls=lse_strides[2],
@@ -928,7 +954,7 @@ def _compute_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
         num_warps=4,
         **_strides(o=out, d=dout),
     )
-    return delta
+    return pairs
 
 
 def _backward_dq(
@@ -989,6 +1015,7 @@ def _backward_dkv(
                 n_heads=n_heads,
                 ranges=ranges_of(visit, "keys", tile.block_k, q.device),
                 ADD=not fresh or first_head > 0 or low > 0,
+                TOGETHER=tile.together,
                 **_rows(q, k, state, visit, scoring),
                 **_strides(q=q, k=k, v=v, o=dout, g=total_dk, w=total_dv),
                 **shape,
@@ -998,8 +1025,7 @@ def _backward_dkv(
 def _rows(q: Tensor, k: Tensor, state: Started, visit: Visit, scoring: Scoring) -> dict[str, object]:
     """What both backward kernels take of the queries' rows and are told of scores."""
     return {
-        "lse": state.lse,
-        "delta": state.delta,
+        "pairs": state.pairs,
         "seen_rows": seen_rows_of(visit, q.device),
         "n_q": q.shape[1],
         "n_k": k.shape[1],

@@ -57,7 +57,7 @@ def candidate(kernel: str, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Te
     scoring = Scoring(q.shape[3] ** -0.5)
     total = Partial(torch.empty_like(dout), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    state = local_kernel.Started(total.lse, torch.zeros_like(total.lse), torch.empty_like(q), q.dtype)
+    state = local_kernel.Started(q.new_zeros(*total.lse.shape, 2, dtype=torch.float32), torch.empty_like(q), q.dtype)
 
     def call() -> None:
         choose, local_kernel.choose_tiles = local_kernel.choose_tiles, lambda *_: Tiles(tile, tile, tile)

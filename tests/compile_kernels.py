@@ -32,7 +32,7 @@ FORWARD_KERNEL, BACKWARD_KERNEL = hopper_kernel.forward_kernel, hopper_kernel.ba
 WIDE_BACKWARD_KERNEL = hopper_kernel.wide_backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
 WIDE_ARGUMENTS = ("scale", "scale_log2", "cap_log2", "keep_scale")
-FP32_POINTERS = ("out_before", "lse", "delta", "slopes", "sinks")
+FP32_POINTERS = ("out_before", "lse", "pairs", "slopes", "sinks")
 INT_POINTERS = ("ranges", "seen_rows", "positions", "words", "head_words")
 
 
@@ -85,7 +85,7 @@ def compile_kernel(
     constants = {
         "D": dim, "DV": v_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "BLOCK_D": block_d,
         "BLOCK_DV": block_dv, "IN_PLACE": accumulate and not last, "ADD": accumulate, "TMA": tile.tma,
-        "Q_BY_TMA": tile.q_in_registers, "PRECISION": local_kernel._precision(dtype),
+        "Q_BY_TMA": tile.q_in_registers, "TOGETHER": tile.together, "PRECISION": local_kernel._precision(dtype),
         "CAP": None if not softcap else "exact" if dtype == torch.float32 else "fast", "ALIBI": alibi, "DROP": dropout,
     }  # fmt: skip
     given = {

@@ -196,7 +196,7 @@ def test_empty_tensors_launch_nothing_and_leave_nothing_unwritten(batch, query_l
         BACKEND.forward(q, k, v, visit, Scoring(0.25, sinks=sinks), into=total, before=None)
         assert not total.out.any() and (total.lse == lse).all()
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
-    state = local_kernel.Started(total.lse, dlse, dq, q.dtype)
+    state = local_kernel.Started(torch.stack((total.lse, dlse), 3), dq, q.dtype)
     BACKEND.backward(q, k, v, dout, state, visit, Scoring(0.25), take_dkv=lambda: Sums(dk, dv, True), first=True)
     assert BACKEND.finish_backward(state) is dq and not any(x.any() for x in (dq, dk, dv))
 
