@@ -26,9 +26,16 @@ large shards are visited half by half: the sums of one half travel while those o
 buffers of half a shard, one is added to, one is sent, and one is received into. Where nobody waits, a shard is visited
 whole, as two launches of half a causal shard take 1.25 times as long as one of 8k rows: the own one when its sums lie
 apart, and then also that of the only other rank.
+
+Note [Straight home]. Under documents or a window a rank sees little of the others, of some of them nothing, and sums
+that go round would stop at every rank in between. And few keys don't occupy a GPU. So where what any rank sees of all
+the others is at most STRAIGHT_BYTES of sums, it is attended to in one launch, the first; its sums go to the ranks whose
+shards they are of while the own shard is attended to; and who gets them adds them to the own ones, in the order of
+steps. The rule is about the plans of all ranks, so it is one for all.
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -44,7 +51,7 @@ from torch import Tensor
 
 from .merge import Sums
 from .nvlink import CopyEngine, Flat, Moves, Place, find_obstacle
-from .plan import Group, Plan, Visit, group_visits, part_rows, split_visits
+from .plan import Group, Piece, Plan, Straight, Visit, go_straight, group_visits, part_rows, split_visits
 from .span import span
 
 logger = logging.getLogger("ringflash")
@@ -55,6 +62,7 @@ FEW_BYTES = 3 * 2**23  # most of several shards: NVLink brings it in about the t
 ABSENT_SECONDS = 0.5  # that a rank whose call failed waits to hear who else's did
 HALVED_BYTES = 2**26  # sums of a shard that travel in halves: see Note [Halves]
 APART_BYTES = 2**27  # most sums of the own shard that lie apart: see Note [dK and dV come home last]
+STRAIGHT_BYTES = 2**28  # most sums of others that go straight home: see Note [Straight home]
 
 
 class Pending(Protocol):
@@ -78,7 +86,7 @@ class Transport(Protocol):
         ...
 
     def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
-        """Flat tensors of `size` elements that `exchange` takes; good until `finish`."""
+        """Flat tensors of `size` elements that `exchange` takes, or one that `collect` does; good until `finish`."""
         ...
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
@@ -86,6 +94,10 @@ class Transport(Protocol):
 
         `tag` is above 0 for dK and dV and counts their exchanges.
         """
+        ...
+
+    def collect(self, sums: Flat, ways: "Ways", into: Tensor) -> Pending:
+        """Start to bring what other ranks have summed for this one, and to send what this one has in `sums`."""
         ...
 
     def finish(self) -> None:
@@ -179,8 +191,28 @@ class _Messages(Transport):
     def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
         return [Flat(torch.empty(size, dtype=dtype, device=self.device)) for _ in range(count)]
 
+    def collect(self, sums: Flat, ways: "Ways", into: Tensor) -> Pending:
+        collecting, received = _Collecting(), 0
+        for step, (to, source, sent, size) in enumerate(ways.legs, start=1):
+            send = torch.cat([sums.x[begin : begin + length] for begin, length in sent] or [sums.x[:0]])
+            receive = into[received : received + size]
+            received += size
+            collecting.under_way.append((self.exchange(send, receive, to, source, tag=step), send, source))
+        return collecting
+
     def finish(self) -> None:
         pass
+
+
+class _Collecting(Pending):
+    """Exchanges under way, with what is sent, and the ranks that they bring sums from."""
+
+    def __init__(self):
+        self.under_way: list[tuple[Pending, Tensor, int]] = []
+
+    def wait(self) -> None:
+        for pending, _, source in self.under_way:
+            _await(pending, "dK and dV from rank {}", source)
 
 
 class GlooTransport(_Messages):
@@ -535,6 +567,9 @@ class NvlinkTransport(CopyEngine):
             if not is_waited_for:
                 self.pulled().wait()
 
+    def collect(self, sums: Flat, ways: "Ways", into: Tensor) -> Pending:
+        return self.pull_sums(into, ways.moves)
+
 
 class _Passing:
     """Whole shards on their way from rank to rank, on a stream of their own where there are streams.
@@ -729,6 +764,120 @@ def _rows_about(plan: Plan, group: Group, part: int, parts: int) -> tuple[int, i
     cut = part_rows(plan.rows[plan.source(group.last_step)], part, parts)
     begin, end = next(((piece.begin, piece.end) for piece in group.pieces), (cut.start, cut.start))
     return begin - cut.start, end - cut.start, cut.stop - cut.start
+
+
+class Ways(NamedTuple):
+    """How sums go straight home, in elements of flat buffers: those of all ranks, and one where they land.
+
+    `legs[step - 1]` is `(to, source, sent, received)`: the rank that gets the pieces `sent`, each `(begin, size)` in
+    this rank's buffer, and the one that `received` elements come from. `moves` is what comes as copies out of the
+    others' buffers. `added` says what comes, in order: dK or dV (0 or 1), and the rows `[begin, end)` of the own shard.
+    """
+
+    legs: tuple[tuple[int, int, tuple[tuple[int, int], ...], int], ...]
+    moves: Moves
+    added: tuple[tuple[int, int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Elements that come."""
+        return sum(self.moves.sizes)
+
+
+@lru_cache(maxsize=256)
+def _ways_home(plan: Plan, straight: Straight, shape: RowShape) -> Ways:
+    legs: list[tuple[int, int, tuple[tuple[int, int], ...], int]] = []
+    copies: list[tuple[int, int, int]] = []
+    sizes: list[int] = []
+    added: list[tuple[int, int, int]] = []
+    for step, (sent, received, their_rows) in enumerate(zip(*straight[1:4], strict=True), start=1):
+        to, source = plan.source(step), plan.source(-step)
+        ranges = _ranges(received, their_rows, shape)
+        copies += [(len(sizes) + i, source, begin) for i, (begin, _) in enumerate(ranges)]
+        sizes += [size for _, size in ranges]
+        added += [(which, piece.begin, piece.end) for which in (0, 1) for piece in received]
+        sent = tuple(_ranges(sent, straight.groups[0].rows, shape))
+        legs.append((to, source, sent, sum(size for _, size in ranges)))
+    return Ways(tuple(legs), Moves(tuple(sizes), tuple(copies)), tuple(added))
+
+
+def _ranges(pieces: tuple[Piece, ...], rows: int, shape: RowShape) -> list[tuple[int, int]]:
+    """Where in `Packed` sums of `rows` rows those of the pieces lie, `(begin, size)`: of dK and then of dV, piece by
+    piece, batch by batch."""
+    found, start = [], 0
+    for dim in (shape.k_dim, shape.v_dim):
+        row = shape.heads * dim
+        for piece, batch in product(pieces, range(shape.batches)):
+            found.append((start + (batch * rows + piece.place) * row, (piece.end - piece.begin) * row))
+        start += shape.batches * rows * row
+    return found
+
+
+class StraightGradients:
+    """dK and dV that go straight home: see Note [Straight home]. Used as `Gradients`."""
+
+    def __init__(
+        self, plan: Plan, straight: Straight, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport | None
+    ):
+        self.plan, self.transport = plan, transport
+        self.groups, self.rows = straight.groups, straight.groups[0].rows
+        self.like, self.dtype, shape = (k, v), dtype, RowShape.of(k, v)
+        self.ways = _ways_home(plan, straight, shape)
+        assert transport is not None
+        (sums,) = transport.buffers(1, shape.size(straight.most_rows), dtype)
+        self.theirs = Packed(sums, shape)
+        self.index = 0
+
+    def arrive(self, index: int) -> None:
+        """The sums of the group before this one go home."""
+        self.index = index
+        if index > 0:
+            assert self.transport is not None
+            self.come = self.like[0].new_empty(self.ways.size, dtype=self.dtype)
+            with span("dK and dV go home"), _Saying("starting to bring dK and dV home"):
+                self.pending = self.transport.collect(self.theirs.buffer, self.ways, self.come)
+
+    def take(self) -> Sums:
+        """Where the sums of this group go: of the rows that its visit is about."""
+        if self.index == 0:
+            return Sums(*self.theirs.views(0, self.rows, self.rows), fresh=True)
+        dk, dv = self.own = [x.new_empty(x.shape, dtype=self.dtype) for x in self.like]
+        return Sums(dk, dv, fresh=True)
+
+    def home(self) -> tuple[Tensor, Tensor]:
+        """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
+        assert self.transport is not None
+        _await(self.pending, "dK and dV, come home")
+        for (which, begin, end), come in zip(self.ways.added, self._come(), strict=True):
+            self.own[which][:, begin:end] += come
+        self.transport.finish()
+        dk, dv = (x.to(like.dtype) for x, like in zip(self.own, self.like, strict=True))
+        return dk, dv
+
+    def _come(self) -> Iterator[Tensor]:
+        """What came, `(b, rows, g, d)` each."""
+        batches, heads, *dims = self.theirs.shape
+        at = 0
+        for which, begin, end in self.ways.added:
+            shape = batches, end - begin, heads, dims[which]
+            yield self.come[at : at + math.prod(shape)].view(shape)
+            at += math.prod(shape)
+
+
+def gradients(
+    plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport | None
+) -> "Gradients | StraightGradients":
+    """What the backward pass attends to at a time, its `groups`, and where their sums, in `dtype`, go."""
+    straight = straight_of(plan, k, v, dtype)
+    if straight is not None:
+        return StraightGradients(plan, straight, k, v, dtype, transport)
+    return Gradients(plan, halved(plan, k, v, dtype), k, v, dtype, transport)
+
+
+def straight_of(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Straight | None:
+    """How sums go straight home, where that is better: between two ranks they do anyway."""
+    row_bytes = max(RowShape.of(k, v).size(1) * dtype.itemsize, 1)
+    return go_straight(plan, STRAIGHT_BYTES // row_bytes) if plan.hops > 1 else None
 
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:

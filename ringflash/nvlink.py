@@ -330,13 +330,15 @@ class CopyEngine:
 
     def pull(self, into: Tensor, moves: Moves) -> _Moment:
         """Fill a flat tensor with what was published, after what the current stream has been given."""
-        shards, sizes = self.link.buffers["shards"], moves.sizes
         with self.link.shards:
-            parts = into.split_with_sizes(sizes)
-            for part, source, begin in moves.copies:
-                theirs = self.memory_of(source), into.dtype, begin, sizes[part]
-                self.copy(parts[part], shards.see(_Symmetric.part, *theirs))
+            self._pull(into, moves, self.link.buffers["shards"])
         return self.pulled()
+
+    def _pull(self, into: Tensor, moves: Moves, buffer: _Symmetric) -> None:
+        parts, sizes = into.split_with_sizes(moves.sizes), moves.sizes
+        for part, source, begin in moves.copies:
+            theirs = self.memory_of(source), into.dtype, begin, sizes[part]
+            self.copy(parts[part], buffer.see(_Symmetric.part, *theirs))
 
     def pulled(self) -> _Moment:
         """Wait for it to use what was pulled so far."""
@@ -349,7 +351,7 @@ class CopyEngine:
     # dK and dV: from buffer to buffer
 
     def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
-        """Buffers for `exchange`, in the same order on every rank; good until `finish`."""
+        """Buffers for `exchange`, or one for `collect`, in the same order on every rank; good until `finish`."""
         link = self.link
         sums = link.buffer("sums", count * _aligned(size * dtype.itemsize), self.group)
         link.current = torch.cuda.current_stream()
@@ -373,6 +375,16 @@ class CopyEngine:
             copied = side.mark()
             self._signal(source, to, channel + 1)  # nothing later here overwrites what `to` has yet to pull
         return copied
+
+    def pull_sums(self, into: Tensor, moves: Moves) -> _Moment:
+        """Fill a flat tensor with sums out of every rank's buffer, once all ranks have made theirs."""
+        side, sums = self.link.sums, self.link.buffers["sums"]
+        with side:
+            sums.barrier(0)
+            self._pull(into, moves, sums)
+            pulled = side.mark()
+            sums.barrier(1)  # nothing later here overwrites what others have yet to pull
+        return pulled
 
     def _signal(self, to: int, source: int, channel: int) -> None:
         """Signal `to`, and wait for the signal of `source`."""

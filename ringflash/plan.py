@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from itertools import product
 from threading import Lock
 from typing import NamedTuple, TypeVar
@@ -130,13 +130,15 @@ class Plan:
     `rows[r]` is the number of rows that rank `r` holds. `visits[step]` is the visit at that step, `None` where nothing
     of that source is visible here; step 0 is the rank's own shard, whole, and always a visit. Other visits are about
     the rows `needed[step]` of their source alone, from the first to the last that is visible here. There are
-    `hops + 1` steps: shards stop moving when no rank has anything left to see.
+    `hops + 1` steps: shards stop moving when no rank has anything left to see. `plan_of(r)` is the plan of rank `r`,
+    where there are others.
     """
 
     rank: int
     rows: tuple[int, ...]
     visits: tuple[Visit | None, ...]
     needed: tuple[slice, ...]
+    plan_of: "Callable[[int], Plan] | None" = None
 
     @cached_property
     def world_size(self) -> int:
@@ -185,7 +187,13 @@ def plan_ring(
         begin, end = (0, 0) if whole.is_empty else whole.seen_keys
         visits.append(None if whole.is_empty else Visit(whole.queries, cut_runs(whole.keys, begin, end), mask))
         needed.append(slice(begin, end))
-    return Plan(rank, tuple(count_rows(runs) for runs in shards), tuple(visits), tuple(needed))
+    rows = tuple(count_rows(runs) for runs in shards)
+    plan_of = partial(_plan_of, mask, layout, seq_len, world_size, layout_mask)
+    return Plan(rank, rows, tuple(visits), tuple(needed), plan_of)
+
+
+def _plan_of(mask: Mask, layout: str, seq_len: int, world_size: int, layout_mask: Mask | None, rank: int) -> Plan:
+    return plan_ring(mask, layout, seq_len, rank, world_size, layout_mask)
 
 
 @lru_cache(maxsize=256)
@@ -271,6 +279,58 @@ def _join(plan: Plan, steps: list[int]) -> Group | None:
     first = plan.visits[steps[0]]
     assert first is not None
     return Group(steps[-1], Visit(first.queries, merge_runs(keys), first.mask), tuple(pieces))
+
+
+class Straight(NamedTuple):
+    """A backward pass whose sums go straight to the ranks whose shards they are of.
+
+    `groups` are what is attended to: all that is visible of the others in one launch, if anything is, and the rank's
+    own shard. `sent[step - 1]` are the pieces of the first group that are of the shard of `step`;
+    `received[step - 1]` are those of this rank's shard in the first group of the rank whose shard of `step` it is,
+    which has `theirs[step - 1]` rows. No rank's first group has more than `most_rows`.
+    """
+
+    groups: tuple[Group, Group]
+    sent: tuple[tuple[Piece, ...], ...]
+    received: tuple[tuple[Piece, ...], ...]
+    theirs: tuple[int, ...]
+    most_rows: int
+
+
+@lru_cache(maxsize=256)
+def go_straight(plan: Plan, most_rows: int) -> Straight | None:
+    """How sums go straight home; `None`, on every rank, where some rank would sum over or receive more than `most_rows`
+    rows that are not its own, or would do so in many pieces."""
+    if plan.hops == 0 or plan.plan_of is None:
+        return None
+    firsts: list[Group] = []
+    received = [0] * plan.world_size  # rows, by rank
+    for rank in range(plan.world_size):
+        other = plan.plan_of(rank)
+        if sum(rows.stop - rows.start for rows in other.needed[1:]) > most_rows:
+            return None
+        steps = [step for step, visit in enumerate(other.visits) if step > 0 and visit is not None]
+        group = _join(other, steps) if steps else Group(plan.hops, None, ())
+        if group is None or len(group.pieces) > MOST_PIECES * len(steps):
+            return None
+        firsts.append(group)
+        for piece in group.pieces:
+            received[other.source(piece.step)] += piece.end - piece.begin
+    if max(received) > most_rows:
+        return None
+    steps = range(1, plan.hops + 1)
+    peers = [firsts[source_rank(plan.rank, -step, plan.world_size)] for step in steps]
+    return Straight(
+        (firsts[plan.rank], _one_shard(plan, 0)),
+        tuple(_of_step(firsts[plan.rank], step) for step in steps),
+        tuple(_of_step(group, step) for group, step in zip(peers, steps, strict=True)),
+        tuple(group.rows for group in peers),
+        max(group.rows for group in firsts),
+    )
+
+
+def _of_step(group: Group, step: int) -> tuple[Piece, ...]:
+    return tuple(piece for piece in group.pieces if piece.step == step)
 
 
 def part_rows(rows: int, part: int, parts: int) -> slice:

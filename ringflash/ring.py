@@ -125,10 +125,9 @@ def ring_backward(
         own = Sums(empty_like(k), empty_like(v), fresh=True)
         backend.backward(q, k, v, dout, state, plan.own_visit, scoring, take_dkv=lambda: own, first=True)
         return backend.finish_backward(state), own.dk, own.dv, dsinks
-    halves = comm.halved(plan, k, v, sums)
-    gradients = comm.Gradients(plan, halves, k, v, sums, transport)
+    gradients = comm.gradients(plan, k, v, sums, transport)
     first = True
-    for index, visit, k_here, v_here in comm.visits(plan, halves.groups, k, v, transport):
+    for index, visit, k_here, v_here in comm.visits(plan, gradients.groups, k, v, transport):
         gradients.arrive(index)
         if visit is None:
             gradients.take()

@@ -25,7 +25,7 @@ from ringflash import comm, flash_attention, ops, release_buffers
 from ringflash.comm import Fetch, NvlinkTransport, Pending, RowShape
 from ringflash.layout import WANT_MASK
 from ringflash.nvlink import Flat
-from ringflash.plan import Group, Plan, part_rows, plan_ring
+from ringflash.plan import Group, Plan, Straight, part_rows, plan_ring
 from world import World
 
 LONG = 1e15  # floating-point operations: see one_gpu_case
@@ -65,6 +65,9 @@ class ResidentTransport:
         return [Flat(x) for x in self._keep("sums", count * size, dtype).view(count, size)]
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
+        return _Done()
+
+    def collect(self, sums: Flat, ways: comm.Ways, into: Tensor) -> Pending:
         return _Done()
 
     def finish(self) -> None:
@@ -118,7 +121,11 @@ class Rank:
 
     @property
     def backward_groups(self) -> tuple[Group, ...]:
-        return self.halves.groups
+        return (self.straight or self.halves).groups
+
+    @property
+    def straight(self) -> Straight | None:
+        return comm.straight_of(self.plan, self.inputs.k, self.inputs.v, _sums(self.inputs))
 
     @property
     def halves(self) -> comm.Halves:
@@ -139,6 +146,10 @@ class Rank:
             [Arriving(_rows_of_others(group) * row * k.itemsize, 0) for group in groups] + [Arriving(0, 0)]
             for groups in (self.forward_groups, self.backward_groups)
         )
+        if self.straight is not None:
+            rows = sum(piece.end - piece.begin for pieces in self.straight.received for piece in pieces)
+            backward[2] = Arriving(0, rows * row * _sums(self.inputs).itemsize)
+            return forward, backward
         for index, group in enumerate(self.backward_groups[: plan.hops * parts]):
             step, part = group.last_step, index % parts
             cut = part_rows(plan.rows[plan.source(step + 1) if step < plan.hops else plan.rank], part, parts)
@@ -211,7 +222,8 @@ def transfers(rank: Rank, times: list[VisitTime]) -> list[Row]:
             if index < 0 and not shards:
                 continue
             group = groups[index] if index >= 0 else None
-            waits_for_nothing = group is not None and group.last_step == 0 and rank.halves.is_apart
+            is_apart = rank.straight is not None or rank.halves.is_apart
+            waits_for_nothing = group is not None and group.last_step == 0 and is_apart
             late = 0 if rank.halves.parts > 1 or waits_for_nothing else sums
             exposed = max(shards + sums - late - ms.get(index, 0.0) / 1e3 * LINK, 0.0) + late
             rows.append(
