@@ -29,9 +29,9 @@ apart, and then also that of the only other rank.
 
 Note [Straight home]. Under documents or a window a rank sees little of the others, of some of them nothing, and sums
 that go round would stop at every rank in between. And few keys don't occupy a GPU. So where what any rank sees of all
-the others is at most STRAIGHT_BYTES of sums, it is attended to in one launch, the first; its sums go to the ranks whose
-shards they are of while the own shard is attended to; and who gets them adds them to the own ones, in the order of
-steps. The rule is about the plans of all ranks, so it is one for all.
+the others is little, STRAIGHT_SHARDS and STRAIGHT_BYTES of sums at most, it is attended to in one launch, the first; its
+sums go to the ranks whose shards they are of while the own shard is attended to; and who gets them adds them to the own
+ones, in the order of steps. The rule is about the plans of all ranks, so it is one for all.
 """
 
 import logging
@@ -56,13 +56,14 @@ from .span import span
 
 logger = logging.getLogger("ringflash")
 TRANSPORTS = ("auto", "gloo", "nccl", "nvlink")
-GROUP_BYTES = 2**28  # most that a group of several shards takes: see Note [Groups]
+GROUP_BYTES = 2**27  # most that a group of several shards takes: see Note [Groups]
 FIRST_BYTES = 2**27  # most of another shard that is waited for before the first launch
 FEW_BYTES = 2**26  # most of several shards: NVLink brings it in about the time that a launch more would take
 ABSENT_SECONDS = 0.5  # that a rank whose call failed waits to hear who else's did
 HALVED_BYTES = 2**26  # sums of a shard that travel in halves: see Note [Halves]
 APART_BYTES = 2**27  # most sums of the own shard that lie apart: see Note [dK and dV come home last]
 STRAIGHT_BYTES = 2**28  # most sums of others that go straight home: see Note [Straight home]
+STRAIGHT_SHARDS = 2  # and that in shards: to add more to the own sums costs as much as it spares
 
 
 class Pending(Protocol):
@@ -877,7 +878,8 @@ def gradients(
 def straight_of(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Straight | None:
     """How sums go straight home, where that is better: between two ranks they do anyway."""
     row_bytes = max(RowShape.of(k, v).size(1) * dtype.itemsize, 1)
-    return go_straight(plan, STRAIGHT_BYTES // row_bytes) if plan.hops > 1 else None
+    most_rows = min(STRAIGHT_BYTES // row_bytes, STRAIGHT_SHARDS * plan.most_rows)
+    return go_straight(plan, most_rows) if plan.hops > 1 else None
 
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:

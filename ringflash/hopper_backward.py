@@ -43,11 +43,12 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_forward import _cap, _layout_of_rows, _load_tiles, _next_stage
+from .hopper_forward import _cap, _layout_of_rows, _load_block, _next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
 NUMBERS = ["n_q", "n_k", "n_blocks", "n_tiles_q", "kv_heads", "kv_together", "heads_per_kv", "first_head", "heads"]
 NUMBERS += ["drop_below"]
+NOWHERE = gl.constexpr(2**31 - 1)  # past the end of all keys
 HIDDEN = gl.constexpr(-1e18)  # a capped score of what is not seen: its weight is 0, its derivative is not infinite
 
 
@@ -90,6 +91,13 @@ def _find_block(n_blocks, kv_heads, kv_together):
     block = place // in_group
     head = group * kv_together + place - block * in_group
     return block, head % kv_heads, head // kv_heads
+
+
+@gluon.jit
+def _rows_of_block(low, high, ROWS: gl.constexpr, layout: gl.constexpr):
+    """ROWS rows from `low` on; those past the end of the block, `high`, are NOWHERE, so no query sees them."""
+    rows = low + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    return gl.where(rows < high, rows, NOWHERE)
 
 
 @gluon.jit
@@ -261,13 +269,13 @@ def _step(
 
 @gluon.jit
 def _write(
-    x, base, first_row, n_rows, kv_heads,
+    x, base, rows, n_rows, kv_heads,
     ROWS: gl.constexpr, COLS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Write, or add to, rows of a head of `(b, n_rows, kv_heads, DIM)`, contiguous. One program owns each element, so
-    it is no matter when memory adds."""
+    """Write, or add to, those of the `rows` that are there of a head of `(b, n_rows, kv_heads, DIM)`, contiguous. One
+    program owns each element, so it is no matter when memory adds."""
     x = gl.convert_layout(x.to(base.dtype.element_ty), layout)
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
     cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
     pointers = base + rows.to(gl.int64)[:, None] * (kv_heads * DIM) + cols[None, :]
     inside = (rows < n_rows)[:, None] & (cols < DIM)[None, :]
@@ -282,8 +290,8 @@ def _write(
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, home, first_row, n_k, kv_heads, n_tiles_q,
-    first_head, heads, scale, cap, cap_scale, words, drop_below, keep_scale,
+    WHO: gl.constexpr, buffers, barriers, tiles, dq, dk_out, dv_out, home, low, high, n_k, kv_heads,
+    n_tiles_q, first_head, heads, scale, cap, cap_scale, words, drop_below, keep_scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
@@ -302,8 +310,7 @@ def _consumer(
     dv = gl.zeros([KEYS, BLOCK_DV], gl.float32, dv_layout)
     zero_dq = gl.zeros([DQ_ROWS, DQ_COLS], gl.float32, dq_layout)
     zero_scores = gl.zeros([KEYS, BLOCK_Q], gl.float32, s_layout)
-    first_row += WHO * KEYS
-    key = first_row + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+    key = _rows_of_block(low + WHO * KEYS, high, KEYS, s_layout)
     scale_log2 = (scale if cap is None else cap) * LOG2E
     key_words = key
     if words is None:
@@ -350,8 +357,8 @@ def _consumer(
         dv *= keep_scale
     dk_rows: gl.constexpr = _layout_of_rows(BLOCK_D, dk_out.dtype.element_ty)
     dv_rows: gl.constexpr = _layout_of_rows(BLOCK_DV, dv_out.dtype.element_ty)
-    _write(dk * scale, dk_out + home.to(gl.int64) * D, first_row, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_rows)
-    _write(dv, dv_out + home.to(gl.int64) * DV, first_row, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_rows)
+    _write(dk * scale, dk_out + home.to(gl.int64) * D, key, n_k, kv_heads, KEYS, BLOCK_D, D, ADD, dk_rows)
+    _write(dv, dv_out + home.to(gl.int64) * DV, key, n_k, kv_heads, KEYS, BLOCK_DV, DV, ADD, dv_rows)
     if WITH_DQ:  # made while dK and dV were written
         dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
         _add_tile(dq + place.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
@@ -406,7 +413,7 @@ def _producer(
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["head_words"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen, words, head_words,
+    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, blocks, seen, words, head_words,
     n_q, n_k, n_blocks, n_tiles_q, kv_heads, kv_together, heads_per_kv, first_head, heads, scale,
     cap, cap_scale, drop_below, keep_scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -417,12 +424,12 @@ def backward_kernel(
     HAS_TABLE: gl.constexpr = seen is not None
     SLOTS: gl.constexpr = STAGES + 1 if WITH_DQ else 1
     block, kv_head, batch = _find_block(n_blocks, kv_heads, kv_together)
-    first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_Q)
+    low, high, tiles, nothing = _load_block(blocks, block, BLOCK_Q)
     if ADD:
         if nothing:
             return
-    first_row = block * BLOCK_K
-    if first_row + BLOCK_K > n_k:  # keys past the end must be masked
+    first, full_first, full_stop, stop = tiles
+    if low + BLOCK_K > high:  # keys past the end must be masked
         full_first = stop
         full_stop = stop
     head = (batch * kv_heads + kv_head) * heads_per_kv + first_head
@@ -465,18 +472,18 @@ def backward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, buffers, barriers, tiles, dq, dk, dv, home, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
+                0, buffers, barriers, tiles, dq, dk, dv, home, low, high, n_k, kv_heads, n_tiles_q, head, heads, scale,
                 cap, cap_scale, key_words, drop_below, keep_scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_consumer, (
-                1, buffers, barriers, tiles, dq, dk, dv, home, first_row, n_k, kv_heads, n_tiles_q, head, heads, scale,
+                1, buffers, barriers, tiles, dq, dk, dv, home, low, high, n_k, kv_heads, n_tiles_q, head, heads, scale,
                 cap, cap_scale, key_words, drop_below, keep_scale,
                 D, DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (
                 buffers, barriers, tiles, descriptors, lse, delta, seen, words, head_words, batch, kv_head,
-                kv_heads * heads_per_kv, n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
+                kv_heads * heads_per_kv, n_q, n_tiles_q, low, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
             )),
         ],
         [4, 1],

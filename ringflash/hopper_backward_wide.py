@@ -29,8 +29,18 @@ large until the end, which keeps P in fp16 normal down to 2^-24 in the product w
 import math
 
 from .gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from .hopper_backward import NUMBERS, _add_tile, _find_block, _mask, _next_tile, _producer, _start_dq, _write
-from .hopper_forward import _load_tiles, _next_stage
+from .hopper_backward import (
+    NUMBERS,
+    _add_tile,
+    _find_block,
+    _mask,
+    _next_tile,
+    _producer,
+    _rows_of_block,
+    _start_dq,
+    _write,
+)
+from .hopper_forward import _load_block, _next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
 P_BITS = gl.constexpr(10.0)  # p is 1 at most, give or take its rounding: 64 times as much would still be finite
@@ -129,8 +139,8 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    WHO: gl.constexpr, buffers, p_s, barriers, p_full, tiles, dq, out, first_row, n_k, kv_heads, n_tiles_q, first_head,
-    heads, scale, unit,
+    WHO: gl.constexpr, buffers, p_s, barriers, p_full, tiles, dq, out, low, high, n_k, kv_heads, n_tiles_q,
+    first_head, heads, scale, unit,
     DIM: gl.constexpr, BLOCK_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
 ):  # fmt: skip
@@ -146,7 +156,7 @@ def _consumer(
     TILE: gl.constexpr = BLOCK_Q * BLOCK_D
     total = gl.zeros([BLOCK_K, BLOCK_DIM], gl.float32, total_layout)
     zero_dq = gl.zeros([BLOCK_Q, BLOCK_D // 2], gl.float32, dq_layout)
-    key = first_row + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, s_layout))
+    key = _rows_of_block(low, high, BLOCK_K, s_layout)
     if WITH_DQ:
         dq += WHO * (TILE // 2)
     first, full_first, full_stop, stop = tiles
@@ -179,7 +189,7 @@ def _consumer(
         dq_tile = _start_dq(ds_s.index(stage_before), k_s, zero_dq, WHO, BLOCK_Q, BLOCK_D)
         dq_tile = warpgroup_mma_wait(0, deps=[dq_tile])
         _add_tile(dq + place.to(gl.int64) * TILE, dq_tile, BLOCK_Q, BLOCK_D // 2, dq_layout)
-    _write(total * unit, out, first_row, n_k, kv_heads, BLOCK_K, BLOCK_DIM, DIM, ADD, total_layout)
+    _write(total * unit, out, key, n_k, kv_heads, BLOCK_K, BLOCK_DIM, DIM, ADD, total_layout)
 
 
 # Kernel ------------------------------------------------------------------------------------------------------------
@@ -187,7 +197,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, ranges, seen, words, head_words,
+    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, blocks, seen, words, head_words,
     n_q, n_k, n_blocks, n_tiles_q, kv_heads, kv_together, heads_per_kv, first_head, heads, scale,
     cap, cap_scale, drop_below, keep_scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -199,12 +209,12 @@ def wide_backward_kernel(
     gl.static_assert(STAGES >= 2, "see Note [Slots that need no barrier to fall free]")
     HAS_TABLE: gl.constexpr = seen is not None
     block, kv_head, batch = _find_block(n_blocks, kv_heads, kv_together)
-    first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_Q)
+    low, high, tiles, nothing = _load_block(blocks, block, BLOCK_Q)
     if ADD:
         if nothing:
             return
-    first_row = block * BLOCK_K
-    if first_row + BLOCK_K > n_k:  # keys past the end must be masked
+    first, full_first, full_stop, stop = tiles
+    if low + BLOCK_K > high:  # keys past the end must be masked
         full_first = stop
         full_stop = stop
     head = (batch * kv_heads + kv_head) * heads_per_kv + first_head
@@ -245,18 +255,18 @@ def wide_backward_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, buffers, p_s, barriers, p_full, tiles, dq, dv, first_row, n_k, kv_heads, n_tiles_q, head, heads,
+                0, buffers, p_s, barriers, p_full, tiles, dq, dv, low, high, n_k, kv_heads, n_tiles_q, head, heads,
                 scale, P_UNIT,
                 DV, BLOCK_DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_consumer, (
-                1, buffers, p_s, barriers, p_full, tiles, dq, dk, first_row, n_k, kv_heads, n_tiles_q, head, heads,
+                1, buffers, p_s, barriers, p_full, tiles, dq, dk, low, high, n_k, kv_heads, n_tiles_q, head, heads,
                 scale, scale,
                 D, BLOCK_D, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, ADD, WITH_DQ, HAS_TABLE,
             )),
             (_producer, (
                 buffers, barriers, tiles, descriptors, lse, delta, seen, words, head_words, batch, kv_head,
-                kv_heads * heads_per_kv, n_q, n_tiles_q, first_row, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
+                kv_heads * heads_per_kv, n_q, n_tiles_q, low, head, heads, BLOCK_Q, STAGES, HAS_TABLE,
             )),
         ],
         [4, 1],

@@ -62,18 +62,20 @@ def _layout_of_rows(cols, dtype):
 
 
 @gluon.jit
-def _load_tiles(ranges, block, TILE: gl.constexpr):
-    """Tiles of the other side that a block sees: `first, full_first, full_stop, stop`, at least one, and whether it
-    sees nothing of them."""
-    begin = gl.load(ranges + block * 4)
-    full_begin = gl.load(ranges + block * 4 + 1)
-    full_end = gl.load(ranges + block * 4 + 2)
-    end = gl.load(ranges + block * 4 + 3)
+def _load_block(blocks, block, TILE: gl.constexpr):
+    """The rows `[low, high)` of a block; the tiles of the other side that it sees, `first, full_first, full_stop,
+    stop`, at least one; and whether it sees nothing of them."""
+    begin = gl.load(blocks + block * 6)
+    full_begin = gl.load(blocks + block * 6 + 1)
+    full_end = gl.load(blocks + block * 6 + 2)
+    end = gl.load(blocks + block * 6 + 3)
+    low = gl.load(blocks + block * 6 + 4)
+    high = gl.load(blocks + block * 6 + 5)
     first = begin // TILE
     stop = gl.maximum((end + TILE - 1) // TILE, first + 1)
     full_first = gl.minimum((full_begin + TILE - 1) // TILE, stop)
     full_stop = gl.minimum(gl.maximum(full_end // TILE, full_first), stop)
-    return first, full_first, full_stop, stop, begin == end
+    return low, high, (first, full_first, full_stop, stop), begin == end
 
 
 @gluon.jit
@@ -287,7 +289,7 @@ def _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together):
 
 @gluon.jit
 def _write(
-    acc, row_max, row_sum, out, lse, out_before, sinks, keep_scale, head, first_row, n_q, stride_os,
+    acc, row_max, row_sum, out, lse, out_before, sinks, keep_scale, head, first_row, end_row, stride_os,
     ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """Normalise, with the sink as one more key, of value 0, where there are sinks; and merge with what the visits
@@ -307,12 +309,12 @@ def _write(
     if keep_scale is not None:
         norm *= keep_scale
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
-    in_rows = rows < n_q
+    in_rows = rows < end_row
     layout: gl.constexpr = _layout_of_rows(BLOCK_DV, out.dtype.element_ty)
     rows_out = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, layout))
     places = rows_out.to(gl.int64)[:, None] * stride_os + cols[None, :]
-    inside = (rows_out < n_q)[:, None] & (cols < DV)[None, :]
+    inside = (rows_out < end_row)[:, None] & (cols < DV)[None, :]
     if out_before is not None:
         lse_before = gl.load(lse + rows, mask=in_rows, other=NEG_INF) * LOG2E
         largest = gl.maximum(lse_before, total)
@@ -339,8 +341,8 @@ def _write(
 @gluon.jit
 def _attend_block(
     WHO: gl.constexpr, stage, phase, q_phase, buffers, barriers, tiles,
-    out, lse, out_before, seen, sinks, head, first_row, n_q, n_k, stride_os, scale_log2, cap_scale, words, head_words,
-    drop_below, keep_scale,
+    out, lse, out_before, seen, sinks, head, first_row, end_row, n_q, n_k, stride_os, scale_log2, cap_scale,
+    words, head_words, drop_below, keep_scale,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, BOUNDED: gl.constexpr,
@@ -449,7 +451,7 @@ def _attend_block(
         mbarrier.arrive(v_free.index(before))
         row_max = gl.where(row_sum > 0, 0.0, NEG_INF)
     _write(
-        acc, row_max, row_sum, out, lse, out_before, sinks, keep_scale, head, first_row, n_q, stride_os,
+        acc, row_max, row_sum, out, lse, out_before, sinks, keep_scale, head, first_row, end_row, stride_os,
         ROWS, BLOCK_DV, DV, o_layout,
     )  # fmt: skip
     return stage, phase
@@ -464,7 +466,7 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup: its share of the queries of every piece of work."""
     (
-        out, lse, out_before, ranges, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q,
+        out, lse, out_before, blocks, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q,
         n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
     ) = given  # fmt: skip
     if PINGPONG:
@@ -476,7 +478,7 @@ def _consumer(
     for turn in range(_count_work(schedule, n_work)):
         work = _take_work(schedule, turn)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
-        first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
+        low, high, tiles, nothing = _load_block(blocks, block, BLOCK_K)
         if not IN_PLACE or not nothing:  # else it would merge the identity
             word_of_head = head_words
             if head_words is not None:
@@ -486,9 +488,9 @@ def _consumer(
             if out_before is not None:
                 before_of_head += of_head
             stage, phase = _attend_block(
-                WHO, stage, phase, q_phase, buffers, barriers, (first, full_first, full_stop, stop),
+                WHO, stage, phase, q_phase, buffers, barriers, tiles,
                 out + of_head, lse + (batch.to(gl.int64) * n_heads + head) * n_q, before_of_head,
-                seen, sinks, head, (block * CONSUMERS + WHO) * ROWS, n_q, n_k, stride_os, scale_log2, cap_scale,
+                seen, sinks, head, low + WHO * ROWS, high, n_q, n_k, stride_os, scale_log2, cap_scale,
                 words, word_of_head, drop_below, keep_scale,
                 ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
                 Q_IN_REGISTERS, PINGPONG, BOUNDED,
@@ -520,7 +522,7 @@ def _producer(
     q_full, q_empty, k_full, v_full, free, v_free = barriers
     q_desc, k_desc, v_desc = descriptors
     (
-        _, _, _, ranges, _, _, schedule, words, _, _, _, _, n_q, n_k,
+        _, _, _, blocks, _, _, schedule, words, _, _, _, _, n_q, n_k,
         n_blocks, n_heads, n_work, heads_per_kv, heads_together, _, _, _, _,
     ) = given  # fmt: skip
     stage = 0
@@ -529,14 +531,14 @@ def _producer(
     for turn in range(_count_work(schedule, n_work)):
         work = _take_work(schedule, turn)
         batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
-        first, full_first, full_stop, stop, nothing = _load_tiles(ranges, block, BLOCK_K)
+        low, high, tiles, nothing = _load_block(blocks, block, BLOCK_K)
         if not IN_PLACE or not nothing:  # else it would merge the identity
-            tiles = (first, full_first, full_stop, stop)
+            first, full_first, full_stop, stop = tiles
             n_tiles = stop - first
             for who in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_empty.index(who), q_phase ^ 1)
                 mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes)
-                tma_load(q_desc, [batch, (block * CONSUMERS + who) * ROWS, head, 0], q_full.index(who), q_s.index(who))
+                tma_load(q_desc, [batch, low + who * ROWS, head, 0], q_full.index(who), q_s.index(who))
             row = _tile_at(0, tiles) * BLOCK_K
             mbarrier.wait(free.index(stage), phase ^ 1)
             _load_keys(batch, row, kv_head, k_desc, k_s, k_full, stage, words, words_s, n_q, n_k, BLOCK_K)
@@ -568,7 +570,7 @@ def _producer(
     do_not_specialize_on_alignment=["lse", "head_words", "sinks"],  # of a few of very many batches; part of a tensor
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, out_before, ranges, seen, sinks, schedule, words, head_words,
+    q_desc, k_desc, v_desc, out, lse, out_before, blocks, seen, sinks, schedule, words, head_words,
     stride_ob, stride_os, stride_oh, n_q, n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2,
     cap_scale, drop_below, keep_scale,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
@@ -605,7 +607,7 @@ def forward_kernel(
     buffers = (q_s, k_s, v_s, words_s)
     barriers = (q_full, q_empty, k_full, v_full, free, v_free)
     given = (
-        out, lse, out_before, ranges, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q,
+        out, lse, out_before, blocks, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q,
         n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
     )  # fmt: skip
     descriptors = (q_desc, k_desc, v_desc)

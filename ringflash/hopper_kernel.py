@@ -44,7 +44,6 @@ from .launch import (
     count_blocks,
     count_multiprocessors,
     launches_of,
-    ranges_of,
     seen_rows_of,
     stay_in_graphs,
     sums_of,
@@ -63,6 +62,8 @@ ROWS = 64  # of queries in a warpgroup, forward
 SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_share`
 MANY_PIECES = 12
 MOST_SCHEDULED = 2**16  # pieces: the host takes 1 us for each, once
+JUMP = 512  # rows that nothing of a block sees, and yet it would visit, for which it ends before: some tiles
+SORTED = 8  # backward programs a multiprocessor, up to which the longest start first
 PIECE_COST = 1.5  # what a piece of work takes beside its tiles, in tiles
 L2_BYTES = 20e6  # that programs side by side may read, or add to: each half of the GPU has its own 25 MB
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -224,11 +225,12 @@ def forward(
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
     sinks = scoring.sinks if before is None else None
     score, merges, in_place = _ScoreNumbers.of(scoring), before is not None, before is into.out
-    launch = _forward_launch(*kinds, visit.mask.is_full, sinks is not None, score, merges, in_place, device)
+    n_blocks = len(visit.query_blocks(forward_tile(q.shape[3], v.shape[3]).block_q, JUMP))
+    launch = _forward_launch(*kinds, n_blocks, visit.mask.is_full, sinks is not None, score, merges, in_place, device)
     if launch is None or are_odd(q, k, v):
         return forward(aligned(q), aligned(k), aligned(v), visit, scoring, into, before)
-    ranges, seen, schedule, words = _forward_tables(launch, visit, device)
-    launch(q, k, v, into.out, into.lse, before, ranges, seen, sinks, schedule, words, scoring.head_words)
+    blocks, seen, schedule, words = _forward_tables(launch, visit, device)
+    launch(q, k, v, into.out, into.lse, before, blocks, seen, sinks, schedule, words, scoring.head_words)
 
 
 @stay_in_graphs
@@ -238,10 +240,9 @@ def _forward_tables(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """What blocks of queries and single queries see, where programs take turns by one, their schedule, and dropout's
     words."""
-    block_q = ROWS * launch.numbers["CONSUMERS"]
-    schedule = _schedule(launch, visit, block_q, device) if launch.is_scheduled else None
-    ranges, words = ranges_of(visit, "queries", block_q, device), _words_of(launch, visit, device)
-    return ranges, seen_rows_of(visit, device), schedule, words
+    blocks = visit.query_blocks(ROWS * launch.numbers["CONSUMERS"], JUMP)
+    schedule = _schedule(launch, blocks, device) if launch.is_scheduled else None
+    return to_device(blocks, device), seen_rows_of(visit, device), schedule, _words_of(launch, visit, device)
 
 
 @lru_cache(maxsize=1024)
@@ -250,6 +251,7 @@ def _forward_launch(
     k: Kind,
     v: Kind,
     out: Kind,
+    n_blocks: int,
     is_full: bool,
     has_sinks: bool,
     score: _ScoreNumbers,
@@ -263,7 +265,6 @@ def _forward_launch(
     tile = forward_tile(q.shape[3], v.shape[3])
     n_batches, n_q, n_heads, _ = q.shape
     _, n_k, kv_heads, v_dim = v.shape
-    n_blocks = count_blocks(n_q, tile.block_q)
     n_work = n_batches * n_heads * n_blocks
     heads_per_kv, kv_bytes = n_heads // kv_heads, n_k * (q.shape[3] + v_dim) * k.dtype.itemsize
     kv_together = heads_together(kv_heads, kv_bytes, n_blocks * heads_per_kv, count_multiprocessors(device))
@@ -303,7 +304,7 @@ def _forward_launch(
     resident = count_multiprocessors(device) - (merges or out.dtype != q.dtype)
     way = ways_to_share(n_work, n_blocks, resident, is_full=is_full)
     programs = n_work if way == "grid" else min(n_work, resident)
-    tensors = ("out", "lse", "out_before", "ranges", "seen", "sinks", "schedule", "words", "head_words")
+    tensors = ("out", "lse", "out_before", "blocks", "seen", "sinks", "schedule", "words", "head_words")
     options = {"num_warps": 4, "maxnreg": tile.registers}
     return Launch(forward_kernel, (programs,), boxes, tensors, numbers, is_scheduled=way == "schedule", **options)
 
@@ -333,12 +334,12 @@ def share_out(lengths: list[int], programs: int) -> list[list[int]]:
     return shares
 
 
-def _schedule(launch: Launch, visit: Visit, block_q: int, device: torch.device) -> Tensor:
-    """int32 `(1 + most, programs)`: how many pieces of work each program has, then which. Pieces are in the order of
-    `hopper_forward._find_work`."""
+def _schedule(launch: Launch, blocks: Tensor, device: torch.device) -> Tensor:
+    """int32 `(1 + most, programs)`: how many pieces of work each program has, then which. Pieces, of `blocks` (see
+    `plan.query_blocks`), are in the order of `hopper_forward._find_work`."""
     names = "BLOCK_K", "n_heads", "n_blocks", "n_work", "heads_together"
     block_k, n_heads, n_blocks, n_work, heads_together = (launch.numbers[name] for name in names)
-    begin, _, _, end = visit.key_ranges(block_q).unbind(1)
+    begin, _, _, end, _, _ = blocks.unbind(1)
     tiles = (((end + block_k - 1) // block_k) - begin // block_k).clamp(min=1).flip(0).tolist()
     heads = [min(heads_together, n_heads - first) for first in range(0, n_heads, heads_together)]
     lengths = [length for together in heads for length in tiles for _ in range(together)]
@@ -455,15 +456,16 @@ def backward(
     sums = dk, dv, fresh = take_dkv()
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(dout))
     with_dq, score = state.dq is not None, _ScoreNumbers.of(scoring)
-    launches = _backward_launches(*kinds, dk.dtype, visit.mask.is_full, with_dq, fresh, score, device)
+    n_blocks = len(visit.key_blocks(backward_tile(q.shape[3], v.shape[3]).block_k, JUMP))
+    launches = _backward_launches(*kinds, n_blocks, dk.dtype, with_dq, fresh, score, device)
     if launches is None or are_odd(q, k, v, dout):
         q, k, v, dout = map(aligned, (q, k, v, dout))
         return backward(q, k, v, dout, state, visit, scoring, take_dkv=lambda: sums)
     with sums_of(launches, dk, dv, contiguous=True) as (total_dk, total_dv):
         for launch, low, high in launches:
-            ranges, seen, words = _backward_tables(launch, visit, low, high, device)
+            blocks, seen, words = _backward_tables(launch, visit, low, high, device)
             rows = state.minus_lse, state.minus_delta
-            launch(q, k, v, dout, *rows, state.dq, total_dk, total_dv, ranges, seen, words, scoring.head_words)
+            launch(q, k, v, dout, *rows, state.dq, total_dk, total_dv, blocks, seen, words, scoring.head_words)
 
 
 @stay_in_graphs
@@ -475,11 +477,15 @@ def _backward_tables(
     words.
 
     Rows that see a block are both ends of tiles. All four are 0 where none does: a block that nothing adds to is still
-    written, from a tile that is there.
+    written, from a tile that is there. Of few programs those start first that take longest; many take their blocks in
+    order, beside those that read the same queries.
     """
-    ranges = visit.query_ranges(launch.numbers["BLOCK_K"]).clamp(low, high)
-    ranges = torch.where(ranges[:, :1] == ranges[:, 3:], 0, ranges)
-    return to_device(ranges, device), seen_rows_of(visit, device), _words_of(launch, visit, device)
+    blocks = visit.key_blocks(launch.numbers["BLOCK_K"], JUMP)
+    seen = blocks[:, :4].clamp(low, high)
+    blocks = torch.cat([torch.where(seen[:, :1] == seen[:, 3:], 0, seen), blocks[:, 4:]], dim=1)
+    if launch.grid[0] <= SORTED * count_multiprocessors(device):
+        blocks = blocks[(blocks[:, 3] - blocks[:, 0]).argsort(descending=True, stable=True)]
+    return to_device(blocks, device), seen_rows_of(visit, device), _words_of(launch, visit, device)
 
 
 def _words_of(launch: Launch, visit: Visit, device: torch.device) -> Tensor | None:
@@ -492,8 +498,8 @@ def _backward_launches(
     k: Kind,
     v: Kind,
     dout: Kind,
+    n_blocks: int,
     sums: torch.dtype,
-    is_full: bool,
     with_dq: bool,
     fresh: bool,
     score: _ScoreNumbers,
@@ -511,7 +517,9 @@ def _backward_launches(
     found = []
     for first_head, heads, low, high in parts:
         add = not fresh or first_head > 0 or low > 0
-        launch = _backward_launch(q, k, v, dout, sums, with_dq, first_head, heads, add, score, multiprocessors)
+        launch = _backward_launch(
+            q, k, v, dout, n_blocks, sums, with_dq, first_head, heads, add, score, multiprocessors
+        )
         found.append((launch, low, high))
     return tuple(found)
 
@@ -521,6 +529,7 @@ def _backward_launch(
     k: Kind,
     v: Kind,
     dout: Kind,
+    n_blocks: int,
     sums: torch.dtype,
     with_dq: bool,
     first_head: int,
@@ -534,7 +543,6 @@ def _backward_launch(
     kernel = backward_kernel if tile.block_k == 128 else wide_backward_kernel
     n_batches, n_q, n_heads, head_dim = q.shape
     _, n_k, kv_heads, v_dim = v.shape
-    n_blocks = count_blocks(n_k, tile.block_k)
     row_bytes = (head_dim + v_dim) * q.dtype.itemsize + with_dq * tile.block_d * 4  # of queries, dO, sums of dQ
     kv_together = heads_together(n_batches * kv_heads, n_q * heads * row_bytes, n_blocks, multiprocessors)
     numbers = {
@@ -566,7 +574,7 @@ def _backward_launch(
         "dout_desc": _descriptor(dout, tile.block_q, tile.block_dv),
     }
     grid = (n_blocks * kv_heads * n_batches,)
-    tensors = ("lse", "delta", "dq", "dk", "dv", "ranges", "seen", "words", "head_words")
+    tensors = ("lse", "delta", "dq", "dk", "dv", "blocks", "seen", "words", "head_words")
     return Launch(kernel, grid, boxes, tensors, numbers, num_warps=4, maxnreg=168)
 
 

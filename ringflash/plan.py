@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, wraps
-from itertools import product
+from itertools import pairwise, product
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -69,6 +69,14 @@ class Visit:
     def query_ranges(self, block: int) -> Tensor:
         """Which query rows see each block of `block` key rows: see `query_ranges`."""
         return query_ranges(self, block)
+
+    def query_blocks(self, block: int, jump: int) -> Tensor:
+        """Blocks of up to `block` query rows, and what each sees in the keys: see `query_blocks`."""
+        return query_blocks(self, block, jump)
+
+    def key_blocks(self, block: int, jump: int) -> Tensor:
+        """Blocks of up to `block` key rows, and which query rows see each: see `key_blocks`."""
+        return key_blocks(self, block, jump)
 
     def seen_rows(self) -> Tensor:
         """Which key rows each query row sees: see `row_ranges`."""
@@ -366,11 +374,7 @@ def key_ranges(visit: Visit, block: int) -> Tensor:
     int32 `(blocks, 4)` on the CPU; `begin <= full_begin <= full_end <= end`. See Note [One contiguous range].
     Example: 4 causal queries on 4 keys in blocks of 2 -> `[[0, 0, 1, 2], [0, 0, 3, 4]]`.
     """
-    n_q = count_rows(visit.queries)
-    lowest_row = torch.arange(0, n_q, block, device="cpu")
-    begin, lowest_end = _seen_from(visit, positions_of(visit.queries, lowest_row))
-    highest_begin, end = _seen_from(visit, positions_of(visit.queries, (lowest_row + block).clamp(max=n_q) - 1))
-    return _ordered(begin, highest_begin, lowest_end, end)
+    return _seen_by_queries(visit, *_whole_blocks(count_rows(visit.queries), block))
 
 
 @lru_cache(maxsize=1024)
@@ -380,15 +384,71 @@ def query_ranges(visit: Visit, block: int) -> Tensor:
     As `key_ranges`. A key row is seen from the first query whose `last` is past it to the last whose `first` is not,
     and both ends ascend. Example: 4 causal queries on 4 keys in blocks of 2 -> `[[0, 1, 4, 4], [2, 3, 4, 4]]`.
     """
+    return _seeing_keys(visit, *_whole_blocks(count_rows(visit.keys), block))
+
+
+@lru_cache(maxsize=1024)
+def query_blocks(visit: Visit, block: int, jump: int) -> Tensor:
+    """What blocks of query rows see: int32 `(blocks, 6)` on the CPU, as `key_ranges` and the rows `[low, high)`.
+
+    A block has up to `block` rows, and ends before a row whose keys begin `jump` keys or more behind those of the row
+    before it: rows of a shard may be far apart, and a block is visited from the first key to the last. Example: of 4
+    queries two see keys 0 and 1, two keys 8 and 9; blocks of 4, jump 6 -> `[[0, 0, 2, 2, 0, 2], [8, 8, 10, 10, 2, 4]]`.
+    """
+    if visit.mask.is_full:
+        low, high = _whole_blocks(count_rows(visit.queries), block)
+    else:
+        first, last = row_ranges(visit)
+        low, high = _cut_blocks(first, last, block, jump)
+    return torch.column_stack([_seen_by_queries(visit, low, high), low, high]).to(torch.int32)
+
+
+@lru_cache(maxsize=1024)
+def key_blocks(visit: Visit, block: int, jump: int) -> Tensor:
+    """Which query rows see blocks of key rows: int32 `(blocks, 6)` on the CPU, as `query_ranges` and the rows
+    `[low, high)`. As `query_blocks`."""
     n_k = count_rows(visit.keys)
+    if visit.mask.is_full:
+        low, high = _whole_blocks(n_k, block)
+    else:
+        first, last = row_ranges(visit)
+        key = torch.arange(n_k, dtype=torch.int32, device="cpu")
+        begin, end = (torch.searchsorted(ends, key, right=True) for ends in (last, first))
+        low, high = _cut_blocks(begin, torch.maximum(begin, end), block, jump)
+    return torch.column_stack([_seeing_keys(visit, low, high), low, high]).to(torch.int32)
+
+
+def _whole_blocks(n_rows: int, block: int) -> tuple[Tensor, Tensor]:
+    """Rows `[low, high)` of blocks of `block` rows."""
+    low = torch.arange(0, n_rows, block, device="cpu")
+    return low, (low + block).clamp(max=n_rows)
+
+
+def _cut_blocks(first: Tensor, last: Tensor, block: int, jump: int) -> tuple[Tensor, Tensor]:
+    """Rows `[low, high)` of blocks of up to `block` rows, of which row `r` sees `[first[r], last[r])` of the others."""
+    jumps = (first[1:] - last[:-1] >= jump).nonzero()[:, 0] + 1
+    ends = [0, *jumps.tolist(), len(first)]
+    parts = [_whole_blocks(end - begin, block) for begin, end in pairwise(ends)]
+    low, high = (torch.cat([x + end for x, end in zip(xs, ends, strict=False)]) for xs in zip(*parts, strict=True))
+    return low, high
+
+
+def _seen_by_queries(visit: Visit, low: Tensor, high: Tensor) -> Tensor:
+    """See `key_ranges`: of blocks of the query rows `[low, high)`."""
+    begin, lowest_end = _seen_from(visit, positions_of(visit.queries, low))
+    highest_begin, end = _seen_from(visit, positions_of(visit.queries, high - 1))
+    return _ordered(begin, highest_begin, lowest_end, end)
+
+
+def _seeing_keys(visit: Visit, low: Tensor, high: Tensor) -> Tensor:
+    """See `query_ranges`: of blocks of the key rows `[low, high)`."""
     first, last = row_ranges(visit)
-    lowest_row = torch.arange(0, n_k, block, dtype=torch.int32, device="cpu")
-    highest_row = (lowest_row + block).clamp(max=n_k) - 1
+    low, highest = low.to(torch.int32), high.to(torch.int32) - 1
     return _ordered(
-        begin=torch.searchsorted(last, lowest_row, right=True),
-        full_begin=torch.searchsorted(last, highest_row, right=True),
-        full_end=torch.searchsorted(first, lowest_row, right=True),
-        end=torch.searchsorted(first, highest_row, right=True),
+        begin=torch.searchsorted(last, low, right=True),
+        full_begin=torch.searchsorted(last, highest, right=True),
+        full_end=torch.searchsorted(first, low, right=True),
+        end=torch.searchsorted(first, highest, right=True),
     )
 
 

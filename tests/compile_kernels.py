@@ -33,7 +33,7 @@ WIDE_BACKWARD_KERNEL = hopper_kernel.wide_backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
 WIDE_ARGUMENTS = ("scale", "scale_log2", "cap_log2", "keep_scale")
 FP32_POINTERS = ("out_before", "lse", "pairs", "slopes", "sinks")
-INT_POINTERS = ("ranges", "seen_rows", "positions", "words", "head_words")
+INT_POINTERS = ("ranges", "blocks", "seen_rows", "positions", "words", "head_words")
 
 
 @dataclass

@@ -41,6 +41,18 @@ def test_a_ring_of_hopper_kernels_matches_dense_attention(doubles, layout, mask)
     assert all(double.launches for double in doubles)
 
 
+@pytest.mark.parametrize("dim", [64, 136])
+def test_rows_far_apart_are_in_blocks_of_their_own(monkeypatch, doubles, dim):
+    """Documents dealt over ranks: blocks of fewer rows than a tile has, of queries and of keys."""
+    monkeypatch.setattr(hopper_kernel, "JUMP", 3)
+    mask, shape = Mask(right=0, cu_seqlens=(0, 90, 97, 210, 403)), (1, 403, 4, dim)
+    inputs = random_inputs(*shape, kv_heads=2, dtype=torch.float16)
+    check(emulate_ring(BACKEND, inputs, mask, "zigzag", 3), dense(inputs, mask), TOLERANCE[torch.float16])
+    for double in doubles:
+        rows = [launch["blocks"][:, 5] - launch["blocks"][:, 4] for _, launch in double.launches]
+        assert any((x < x.max()).sum() > 1 for x in rows)  # one block may be the rest
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "v_dim"),
     [

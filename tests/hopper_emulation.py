@@ -49,12 +49,14 @@ def tile_of(descriptor: Any, batch: int, row: int, head: int) -> Tensor:
     return tile
 
 
-def tiles_seen(ranges: Tensor, block: int, size: int) -> tuple[range, range, bool]:
-    """The tiles that a block visits, at least one; those of them that need no mask; whether it sees nothing."""
-    begin, full_begin, full_end, end = ranges[block].tolist()
+def tiles_seen(blocks: Tensor, block: int, size: int) -> tuple[int, int, range, range, bool]:
+    """The rows `[low, high)` of a block; the tiles that it visits, at least one; those that need no mask; and
+    whether it sees nothing."""
+    begin, full_begin, full_end, end, low, high = blocks[block].tolist()
     first, stop = begin // size, max(-(-end // size), begin // size + 1)
     full_first = min(-(-full_begin // size), stop)
-    return range(first, stop), range(full_first, min(max(full_end // size, full_first), stop)), begin == end
+    full = range(full_first, min(max(full_end // size, full_first), stop))
+    return low, high, range(first, stop), full, begin == end
 
 
 def seen_by_rows(seen: Tensor | None, rows: Tensor, n_q: int, n_k: int) -> tuple[Tensor, Tensor]:
@@ -100,12 +102,12 @@ def forward(grid: tuple[int, ...], **a: Any) -> None:
         a["stride_oh"],
     )
     work = {find_work(piece, n_blocks, a["n_heads"], a["heads_together"]) for piece in pieces}
-    assert len(work) == a["n_work"]
+    assert len(work) == a["n_work"] and a["blocks"].shape == (n_blocks, 6)
     for batch, head, block in work:
-        tiles, full, nothing = tiles_seen(a["ranges"], block, block_k)
+        low, high, tiles, full, nothing = tiles_seen(a["blocks"], block, block_k)
         if a["IN_PLACE"] and nothing:
             continue
-        rows = torch.arange(block * block_q, (block + 1) * block_q)
+        rows = torch.arange(low, low + block_q)
         first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
         q = torch.cat([tile_of(a["q_desc"], batch, row, head) for row in rows[:: a["ROWS"]].tolist()])
         scores, values, keys = [], [], []
@@ -129,7 +131,7 @@ def forward(grid: tuple[int, ...], **a: Any) -> None:
             assert a["out_before"] is None, "sinks belong to the first visit"
             total = torch.logaddexp(lse, a["sinks"][head])
             out, lse = out * torch.exp(lse - torch.where(total == NEG_INF, 0.0, total))[:, None], total
-        here = slice(block * block_q, min(n_q, (block + 1) * block_q))
+        here = slice(low, high)
         out, lse = out[: here.stop - here.start, : a["DV"]], lse[: here.stop - here.start]
         if a["out_before"] is not None:
             assert a["out_before"].stride() == a["out"].stride() and (a["out_before"] is a["out"]) == a["IN_PLACE"]
@@ -173,17 +175,17 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
     narrow = a["q_desc"].base.dtype  # of P and dS
     places = register_places(block_q, a["BLOCK_D"]).flatten()
     n_blocks, kv_heads, n_batches = a["n_blocks"], a["kv_heads"], grid[0] // (a["n_blocks"] * a["kv_heads"])
-    assert n_blocks == -(-n_k // block_k) and grid == (n_blocks * kv_heads * n_batches, 1, 1)
+    assert a["blocks"].shape == (n_blocks, 6) and grid == (n_blocks * kv_heads * n_batches, 1, 1)
     blocks = [find_block(place, n_blocks, kv_heads, a["kv_together"], n_batches) for place in range(grid[0])]
     assert len(set(blocks)) == grid[0]
     for block, kv_head, batch in blocks:
-        tiles, full, nothing = tiles_seen(a["ranges"], block, block_q)
+        low, high, tiles, full, nothing = tiles_seen(a["blocks"], block, block_q)
         if a["ADD"] and nothing:
             continue
-        key = torch.arange(block * block_k, (block + 1) * block_k)
-        full = full if int(key[-1]) < n_k else range(0)
-        k = tile_of(a["k_desc"], batch, block * block_k, kv_head)
-        v = tile_of(a["v_desc"], batch, block * block_k, kv_head)
+        key = torch.arange(low, low + block_k)
+        full = full if low + block_k <= high else range(0)
+        k = tile_of(a["k_desc"], batch, low, kv_head)
+        v = tile_of(a["v_desc"], batch, low, kv_head)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         first_head = kv_head * a["heads_per_kv"] + a["first_head"]
         for head, tile in ((h, t) for h in range(first_head, first_head + a["heads"]) for t in tiles):
@@ -199,7 +201,7 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
                 scores, slope = tanh * cap * LOG2E + lse, 1 - tanh.square()
             if tile not in full:
                 first, last = seen_by_rows(a["seen"], rows, n_q, n_k)
-                scores = scores.masked_fill((key[:, None] < first) | (key[:, None] >= last), NEG_INF)
+                scores = scores.masked_fill((key[:, None] < first) | (key[:, None] >= last.clamp(max=high)), NEG_INF)
             p = torch.exp2(scores)
             delta = a["delta"][batch, head, rows]
             dp, weights = v @ dout.T + delta, p
@@ -211,7 +213,7 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
             dk += ds @ q
             if a["WITH_DQ"]:
                 a["dq"][batch, head, tile, places] += (ds.T @ k).flatten()
-        here = slice(block * block_k, min(n_k, (block + 1) * block_k))
+        here = slice(low, high)
         keep_scale = 1.0 if a["words"] is None else a["keep_scale"]
         for result, total in ((a["dk"], dk * a["scale"] * keep_scale), (a["dv"], dv * keep_scale)):
             assert result.is_contiguous() and result.shape[:3] == (n_batches, n_k, kv_heads)

@@ -52,6 +52,19 @@ def check_ranges(ranges: Tensor, seen: Tensor, block: int) -> None:
         assert everywhere == list(range(full_begin, full_end))
 
 
+def check_blocks(table: Tensor, seen: Tensor, block: int, jump: int) -> None:
+    """Do the blocks have every row once, and is each a range as in `check_ranges`, without a jump from row to row?"""
+    assert table.dtype == torch.int32
+    rows = []
+    for *ends, low, high in table.tolist():
+        assert 0 < high - low <= block
+        rows += range(low, high)
+        check_ranges(torch.tensor([ends], dtype=torch.int32), seen[low:high], high - low)
+        for row, after in pairwise(seen[low:high]):
+            assert not row.any() or not after.any() or after.nonzero()[0] - row.nonzero()[-1] <= jump
+    assert rows == list(range(len(seen)))
+
+
 def check_rows(rows: Tensor, seen: Tensor) -> None:
     """The keys between the two ends are those that are seen, and neither end ever goes back."""
     assert rows.shape == (2, seen.shape[0]) and rows.dtype == torch.int32 and rows.is_contiguous()
@@ -71,6 +84,9 @@ def test_ranges_hold_what_each_block_sees(layout, drawn, world_size, block, data
     check_ranges(visit.key_ranges(block), seen, block)
     check_ranges(visit.query_ranges(block), seen.T, block)
     check_rows(visit.seen_rows(), seen)
+    jump = data.draw(st.integers(1, 40))
+    check_blocks(visit.query_blocks(block, jump), seen, block, jump)
+    check_blocks(visit.key_blocks(block, jump), seen.T, block, jump)
     assert visit.is_empty == (not seen.any())
 
 
