@@ -29,9 +29,9 @@ apart, and then also that of the only other rank.
 
 Note [Straight home]. Under documents or a window a rank sees little of the others, of some of them nothing, and sums
 that go round would stop at every rank in between. And few keys don't occupy a GPU. So where what any rank sees of all
-the others is little, STRAIGHT_SHARDS and STRAIGHT_BYTES of sums at most, it is attended to in one launch, the first; its
-sums go to the ranks whose shards they are of while the own shard is attended to; and who gets them adds them to the own
-ones, in the order of steps. The rule is about the plans of all ranks, so it is one for all.
+the others is little, STRAIGHT_SHARDS and STRAIGHT_BYTES of sums at most, it is attended to in one launch, the first.
+Its sums go to the ranks whose shards they are of while the own shard is attended to, and are added to the own ones, in
+the order of steps. The rule is about the plans of all ranks, so it is one for all.
 """
 
 import logging
