@@ -457,7 +457,8 @@ def backward(
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(dout))
     with_dq, score = state.dq is not None, _ScoreNumbers.of(scoring)
     n_blocks = len(visit.key_blocks(backward_tile(q.shape[3], v.shape[3]).block_k, JUMP))
-    launches = _backward_launches(*kinds, n_blocks, dk.dtype, with_dq, fresh, score, device)
+    is_full = visit.mask.is_full
+    launches = _backward_launches(*kinds, n_blocks, dk.dtype, is_full, with_dq, fresh, score, device)
     if launches is None or are_odd(q, k, v, dout):
         q, k, v, dout = map(aligned, (q, k, v, dout))
         return backward(q, k, v, dout, state, visit, scoring, take_dkv=lambda: sums)
@@ -500,6 +501,7 @@ def _backward_launches(
     dout: Kind,
     n_blocks: int,
     sums: torch.dtype,
+    is_full: bool,
     with_dq: bool,
     fresh: bool,
     score: _ScoreNumbers,

@@ -236,7 +236,8 @@ def group_visits(plan: Plan, most_rows: int, first_rows: int, few_rows: int) -> 
 
     So a group can arrive while the one before it is computed, and merges are few. The first one is the rank's own
     shard, and with it the next that is visible where those are at most `first_rows` rows, which are waited for, and
-    those behind it while all of them are at most `few_rows`. A group of several shards has at most `most_rows` rows.
+    those behind it while all of them are at most `few_rows`. A group of several shards has `most_rows` rows at most,
+    the first one twice that.
     Shards whose positions interleave (striped), or would lie in many pieces, are not grouped.
     Example: 8 ranks, full mask, any number of rows, few are none -> steps 0 1 | 2 3 4 5 6 7.
     """
@@ -248,7 +249,9 @@ def group_visits(plan: Plan, most_rows: int, first_rows: int, few_rows: int) -> 
         own_rows = group.rows
         while steps and len(members) < most:
             larger = _join(plan, [*members, steps[0]])
-            if larger is None or larger.rows > most_rows or len(larger.pieces) > MOST_PIECES * (len(members) + 1):
+            if larger is None or len(larger.pieces) > MOST_PIECES * (len(members) + 1):
+                break
+            if larger.rows > (most_rows if groups else 2 * most_rows):
                 break
             if not groups and larger.rows - own_rows > (first_rows if len(members) == 1 else few_rows):
                 break

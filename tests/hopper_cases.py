@@ -109,6 +109,15 @@ def test_a_call_without_sinks_is_another_launch_than_one_with_them(doubles):
     assert hopper_kernel._forward_launch.cache_info().currsize == 2
 
 
+def test_a_call_under_the_full_mask_is_another_launch_than_one_that_has_a_table(doubles):
+    inputs = random_inputs(1, 70, 4, 64, dtype=torch.float16)
+    for causal in (True, False, True):
+        q, k, v = (x.requires_grad_() for x in inputs[:3])
+        torch.autograd.backward(flash_attention(q, k, v, causal=causal, backend="triton"), inputs.dout)
+    assert hopper_kernel._forward_launch.cache_info().currsize == 2
+    assert hopper_kernel._backward_launches.cache_info().currsize == 2
+
+
 WORDS = draw_head_words(2, 2, torch.Generator().manual_seed(7))
 OPTIONS = {
     "softcap": {"softcap": 1.5},
