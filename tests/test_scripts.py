@@ -574,6 +574,15 @@ def test_an_error_passes_up_to_a_tenth_above_the_trusted_one_and_1e_5_in_fp32(na
     assert (accuracy.failures({name: error}, {name: trusted}, dtype) == []) is passes
 
 
+def test_lse_of_capped_scores_is_compared_like_the_rest_in_16_bits():
+    for error, dtype, passes in (
+        (3.2e-5, torch.bfloat16, True),
+        (3.4e-5, torch.bfloat16, False),
+        (3.2e-5, torch.float32, False),
+    ):
+        assert (accuracy.failures({"lse": error}, {"lse": 3e-5}, dtype, capped=True) == []) is passes
+
+
 def test_a_16_bit_result_without_a_trusted_one_must_be_exact_to_fp32():
     assert accuracy.failures({"dq": 1e-4}, {}, torch.bfloat16) == ["dq 1.00e-04 > 1.00e-05"]
 
