@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .mask import OPEN, Mask, check_integer_tensor
-from .score import draw_head_words
+from .score import draw_head_words, round_dropout
 from .sharding import Group, check_layout_mask, check_rows, process_group
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -91,9 +91,10 @@ def flash_attention(
         sinks: a logit per query head, `(h,)`, any float dtype: the softmax has one more key of that score, with a value
             of 0, which every query sees. It is part of lse. Differentiable.
         dropout_p: the probability, in [0, 1), that a weight is dropped after the softmax; the others are divided by
-            `1 - dropout_p`. lse is without it. Which ones follows from positions and from a word for each head of each
-            batch, which every call draws from PyTorch's default generator of the CPU (`torch.manual_seed` governs it):
-            the same in a ring of any size and layout, with any backend.
+            `1 - dropout_p`. What counts is the nearest multiple of 2^-31 below 1. lse is without dropout. Which weights
+            are dropped follows from positions and from a word for each head of each batch, which every call draws from
+            PyTorch's default generator of the CPU (`torch.manual_seed` governs it): the same in a ring of any size and
+            layout, with any backend.
         deterministic: bitwise-equal gradients from run to run. On Hopper GPUs (fp16 and bf16) that takes a
             slower backward pass: the default one adds to dQ in any order. Elsewhere gradients always are.
         return_lse: return the log-sum-exp too.
@@ -323,9 +324,10 @@ def _check_scoring(
             raise ValueError(f"softcap must be from 1e-9 to 1e9, got {softcap}")
     if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    dropout_p = round_dropout(float(dropout_p))
     factor: float = head_dim**-0.5 if scale is None else _check_positive("scale", scale)
     head_words = draw_head_words(batch, heads) if dropout_p else None
-    return sinks, alibi_slopes, head_words, factor, softcap, float(dropout_p)
+    return sinks, alibi_slopes, head_words, factor, softcap, dropout_p
 
 
 def _check_of_heads(name: str, x: Tensor | None, shapes: list[tuple[int, ...]], what: str, q: Tensor) -> None:

@@ -611,52 +611,30 @@ def forward_kernel(
         n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
     )  # fmt: skip
     descriptors = (q_desc, k_desc, v_desc)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (
-                    0, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
-                )),
-                (_consumer, (
-                    1, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
-                )),
-                (_producer, (
-                    buffers, barriers, descriptors, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
-                )),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (
-                    0, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
-                )),
-                (_consumer, (
-                    1, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
-                )),
-                (_consumer, (
-                    2, buffers, barriers, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
-                )),
-                (_producer, (
-                    buffers, barriers, descriptors, given,
-                    ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                    Q_IN_REGISTERS, PINGPONG, BOUNDED,
-                )),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )  # fmt: skip
+    # consumers 0 and 1, or 0 to 2: of the list, which jitted code can't add to, all or all but the first
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                CONSUMERS - 3, buffers, barriers, given,
+                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                Q_IN_REGISTERS, PINGPONG, BOUNDED,
+            )),
+            (_consumer, (
+                CONSUMERS - 2, buffers, barriers, given,
+                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                Q_IN_REGISTERS, PINGPONG, BOUNDED,
+            )),
+            (_consumer, (
+                CONSUMERS - 1, buffers, barriers, given,
+                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                Q_IN_REGISTERS, PINGPONG, BOUNDED,
+            )),
+            (_producer, (
+                buffers, barriers, descriptors, given,
+                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                Q_IN_REGISTERS, PINGPONG, BOUNDED,
+            )),
+        ][3 - CONSUMERS :],
+        [4, 1] if CONSUMERS == 2 else [4, 4, 1],
+        [240, 24] if CONSUMERS == 2 else [160, 160, 32],
+    )  # fmt: skip

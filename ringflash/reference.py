@@ -17,7 +17,7 @@ from .layout import count_rows
 from .mask import Mask
 from .merge import NEG_INF, Partial, Sums, merge, start_partial
 from .plan import Visit
-from .score import Scoring, kept, make_words, threshold
+from .score import Scoring, kept, make_words, round_dropout, threshold
 
 BLOCK = 256  # rows a step: scores take b * h * BLOCK * keys
 
@@ -46,7 +46,8 @@ def dense_attention(
         softcap: scores become `softcap * tanh(score / softcap)`.
         alibi_slopes: `(h,)` or `(b, h)`: scores lose `slope * |query position - key position|`.
         sinks: `(h,)`: a score that every query sees, whose value is 0.
-        dropout_p, head_words: weights that `score.kept` says are dropped are 0, others divided by `1 - dropout_p`.
+        dropout_p, head_words: weights that `score.kept` says are dropped are 0, others divided by `1 - dropout_p`,
+            which is rounded as `score.round_dropout` says.
         query_positions, key_positions: int64 `(s_q,)`, `(s_k,)`; by default `0 .. s_k - 1` for keys and the same
             aligned at the end for queries.
 
@@ -81,7 +82,8 @@ def dense_attention(
     if dropout_p:
         assert head_words is not None
         keep = kept(head_words.to(q.device), *make_words(query_positions, key_positions), threshold(dropout_p))
-        weights = weights * rearrange(keep, "b (g r) q k -> b g r q k", g=k.shape[2]) / (1 - dropout_p)
+        keep = rearrange(keep, "b (g r) q k -> b g r q k", g=k.shape[2])
+        weights = weights * keep / (1 - round_dropout(dropout_p))
     out = torch.einsum("bgrqk, bkgd -> bqgrd", weights, v.double())
     return rearrange(out, "b q g r d -> b q (g r) d"), rearrange(lse, "b g r q -> b (g r) q")
 

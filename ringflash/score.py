@@ -12,8 +12,9 @@ query and each key position has one, no two the same. A weight is kept where
 
 is no less than a threshold. That is one multiplication a weight: the head's comes to the side that is made more rarely.
 Multiplied by an odd word, odd words are permuted, so of every query and of every key the expected share is dropped, and
-no head's pattern says anything of another's. Probabilities are multiples of 2^-31. `local_kernel.py`,
-`hopper_forward.py` and `hopper_backward.py` say the same.
+no head's pattern says anything of another's. A hash is odd, so probabilities are multiples of 2^-31: the one asked for
+is rounded (`round_dropout`) before anything is made of it, and 1 minus that is the share that is kept, exactly.
+`local_kernel.py`, `hopper_forward.py` and `hopper_backward.py` say the same.
 """
 
 from typing import Any, NamedTuple
@@ -53,9 +54,14 @@ class Scoring(NamedTuple):
         return threshold(self.dropout_p)
 
 
+def round_dropout(dropout_p: float) -> float:
+    """The nearest probability that can be had, below 1: see Note [Which weights are dropped]."""
+    return min(round(dropout_p * 2**31), 2**31 - 1) / 2**31
+
+
 def threshold(dropout_p: float) -> int:
     """A weight is dropped where its hash, 32 bits with a sign, is below this."""
-    return min(round(dropout_p * 2**32), WORD) - 2**31
+    return round(round_dropout(dropout_p) * 2**32) - 2**31
 
 
 def draw_head_words(batch: int, heads: int, generator: torch.Generator | None = None) -> Tensor:

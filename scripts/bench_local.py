@@ -10,7 +10,7 @@ that can't run here is listed with the reason. Runs on a CPU too, to try the pro
 """
 
 import argparse
-from unittest import mock
+from contextlib import nullcontext
 
 import torch
 
@@ -23,9 +23,10 @@ from peers import (
     Case,
     Passes,
     Shape,
+    add_masks_argument,
+    kernels,
     load,
     make_inputs,
-    parse_mask,
     passes_apart,
     reason,
 )
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--shapes", nargs="+", type=Shape.parse, metavar="b,h,g,s,d", default=list(map(Shape.parse, SHAPES))
     )
-    parser.add_argument("--masks", nargs="+", type=parse_mask, default=["causal", "full"])
+    add_masks_argument(parser, ["causal", "full"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--only", nargs="+", choices=LOADERS, default=PEERS, help="implementations to time")
     parser.add_argument(
@@ -82,12 +83,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_output_arguments(parser, "bench_local")
     options = parser.parse_args()
-    device = torch.device(options.device)
     if options.portable:
-        from ringflash import local_kernel
-
         options.csv_name = "bench_local_portable.csv"
-        mock.patch.object(local_kernel, "kernel_of", lambda *_, **__: "portable").start()
+    with kernels(portable=True, seen=set()) if options.portable else nullcontext():
+        compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
+    device = torch.device(options.device)
     origin = environment(device)
     print(*origin.values(), sep=" | ")
     print(f"FLOPs: {FORMULA}\n")

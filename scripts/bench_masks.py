@@ -10,17 +10,16 @@ FlexAttention's block mask is made before, and so are our tables and what a Flas
 
 Options: beside each stand the plain call and, where an option takes other kernels, the plain call with those.
 
-Rows go to results/bench_masks.csv and bench_masks_options.csv. `peers.py` says which masks there are. What can't run
-here is listed with the reason. Runs on a CPU too, to try the program; its figures mean nothing there.
+Rows go to results/bench_masks.csv and bench_masks_options.csv. What can't run here is listed with the reason. Runs on
+a CPU too, to try the program; its figures mean nothing there.
 """
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -36,9 +35,10 @@ from peers import (
     Inputs,
     Passes,
     Shape,
+    add_masks_argument,
+    kernels,
     load,
     make_inputs,
-    parse_mask,
     passes_apart,
     reason,
 )
@@ -196,22 +196,6 @@ def make_options(heads: int, device: torch.device) -> dict[str, dict[str, Any]]:
     }
 
 
-@contextmanager
-def kernels(portable: bool, seen: set[str]) -> Iterator[None]:
-    """Inside, `seen` gets the kernels that passes take: what the rule says, or the portable ones."""
-    from ringflash import local_kernel
-
-    rule = local_kernel.kernel_of
-
-    def watched(*arguments: Any, **options: Any) -> str:
-        kernel = "portable" if portable else rule(*arguments, **options)
-        seen.add(kernel)
-        return kernel
-
-    with mock.patch.object(local_kernel, "kernel_of", watched):
-        yield
-
-
 def measure_options(shape: Shape, dtype: str, options: argparse.Namespace) -> list[Row]:
     """A row for each pass of each option, and of the plain calls."""
     device, case = torch.device(options.device), Case(shape, "causal", dtype)
@@ -276,7 +260,7 @@ def main() -> None:
     parser.add_argument(
         "--option-shapes", **shapes, default=list(map(Shape.parse, OPTION_SHAPES)), help="for options; may be none"
     )
-    parser.add_argument("--masks", nargs="+", type=parse_mask, default=MASKS)
+    add_masks_argument(parser, MASKS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--peers", nargs="*", choices=LOADERS, default=PEERS, help="under each mask")
     parser.add_argument("--yardsticks", nargs="*", choices=LOADERS, default=YARDSTICKS, help="others under a full mask")

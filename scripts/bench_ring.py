@@ -16,8 +16,8 @@ With `--emulate W` the passes of W ranks are timed one after the other in one pr
 efficiency is the time of one GPU on the whole sequence / (W x the slowest rank's). Beside them stand what the host
 needs for each visit, the bytes that arrive during each (from the plan) with their time at 380 GB/s, how much of that is
 longer than the visit, and the peak of memory with all that the nvlink transport keeps. Rows go to emulate_ring.csv and
-emulate_ring_visits.csv. `emulation.py` says what is left out. Emulated ranks know every mask of `peers.py`, and the
-layout of documents:
+emulate_ring_visits.csv. `emulation.py` says what is left out. Emulated ranks know every mask that `--help` lists, real
+ones full and causal alone, and the layout of documents:
 
     python scripts/bench_ring.py --emulate 8 --shapes 1,32,8,65536,128 --baselines ringflash flex fa2-varlen \\
         --masks documents2048 window4096 --layouts balanced zigzag contiguous
@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from contenders import OTHERS, Candidate, Contender, Unavailable, check, one_gpu, other, ring, together
 from emulation import emulate
-from peers import DTYPES, FORMULA, LOADERS, MASKS, WORK, Case, Inputs, Shape, make_inputs, parse_mask
+from peers import DTYPES, FORMULA, LOADERS, MASKS, WORK, Case, Inputs, Shape, add_masks_argument, make_inputs
 from report import (
     Row,
     add_output_arguments,
@@ -92,7 +92,7 @@ def main() -> None:
     add_world_arguments(parser)
     shapes = [Shape.parse(text) for text in SHAPES]
     parser.add_argument("--shapes", nargs="+", type=Shape.parse, metavar="b,h,g,s,d", default=shapes)
-    parser.add_argument("--masks", nargs="+", type=parse_mask, default=["causal"])
+    add_masks_argument(parser, ["causal"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--layouts", nargs="*", choices=sorted(LAYOUTS), default=["zigzag"])
     parser.add_argument("--baselines", nargs="*", choices=LOADERS, default=BASELINES, help="one-GPU kernels")

@@ -5,15 +5,16 @@
     torchrun --nproc-per-node 2 scripts/check_ring.py --transport nvlink
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 torchrun ...             # nvlink between ranks that share a GPU
 
-A table of layout x mask x dtype x length x heads. Fails (exit status 1 on every rank) when out, dq, dk or dv of the
-ring is more than 1.1 times as wrong as one rank's on the same inputs, or more than 1e-5 wrong where that is fp32, as
-lse always is; `accuracy.py` says what error means. Gradients are those of a loss that uses out and lse. Rows go to
+A table of layout x mask x dtype x length x heads, where masks are also options of scores under a causal mask. Fails
+(exit status 1 on every rank) when out, dq, dk or dv of the ring is more than 1.1 times as wrong as one rank's on the
+same inputs, or more than 1e-5 wrong where that is fp32, as lse always is (with softcap in 16 bits it too is compared
+with one rank's); `accuracy.py` says what error means. Gradients are those of a loss that uses out and lse. Rows go to
 results/check_ring.csv.
 """
 
 import argparse
 import sys
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -27,23 +28,38 @@ from ringflash import flash_attention, positions, ring_attention, shard, transpo
 from ringflash.comm import TRANSPORTS
 from ringflash.layout import LAYOUTS
 from ringflash.mask import Mask
+from ringflash.score import draw_head_words
 from world import World, add_world_arguments, reduce, start_world
 
+SEED = 5  # of dropout
 
-class Masking(NamedTuple):
+
+class Variant(NamedTuple):
     mask: Mask
-    options: dict[str, Any]  # for the attention functions
+    masking: dict[str, Any]  # the mask, as the attention functions take it
+    options: dict[str, Any]  # theirs and dense attention's
 
 
-def maskings(seq_len: int) -> dict[str, Masking]:
+def variants(seq_len: int, heads: int = 1, device: torch.device | str = "cpu") -> dict[str, Variant]:
     window = max(1, seq_len // 3)
-    cuts = (seq_len * numerator // 32 for numerator in (1, 2, 9, 10, 14, 25))
-    documents = Mask(causal=True, cu_seqlens=[0, *cuts, seq_len])
+    cuts = [0, *(seq_len * numerator // 32 for numerator in (1, 2, 9, 10, 14, 25)), seq_len]
+    masks = {
+        "documents": Mask(causal=True, cu_seqlens=cuts),
+        "prefix": Mask(causal=True, cu_seqlens=cuts, prefix=[(b - a) // 2 for a, b in pairwise(cuts)]),
+        "chunks": Mask(causal=True, chunk=window),
+    }
+    options: dict[str, dict[str, Any]] = {
+        "softcap": {"softcap": 2.0},
+        "alibi": {"alibi_slopes": 0.5 ** torch.arange(1, heads + 1, device=device)},
+        "sinks": {"sinks": torch.linspace(-2, 2, heads, device=device)},
+        "dropout": {"dropout_p": 0.25},
+    }
     return {
-        "full": Masking(Mask(), {}),
-        "causal": Masking(Mask(right=0), {"causal": True}),
-        "causal+window": Masking(Mask(left=window, right=0), {"causal": True, "window": (window, 0)}),
-        "documents": Masking(documents, {"mask": documents}),
+        "full": Variant(Mask(), {}, {}),
+        "causal": Variant(Mask(right=0), {"causal": True}, {}),
+        "causal+window": Variant(Mask(left=window, right=0), {"causal": True, "window": (window, 0)}, {}),
+        **{name: Variant(mask, {"mask": mask}, {}) for name, mask in masks.items()},
+        **{f"causal+{name}": Variant(Mask(right=0), {"causal": True}, given) for name, given in options.items()},
     }
 
 
@@ -52,7 +68,7 @@ class Problem(NamedTuple):
 
     inputs: Inputs
     dlse: Tensor
-    masking: Masking
+    variant: Variant
     reference: Results
 
     @classmethod
@@ -60,8 +76,17 @@ class Problem(NamedTuple):
         inputs = make_inputs(shape, DTYPES[dtype], device, seed=2)
         generator = torch.Generator(device).manual_seed(3)
         dlse = torch.randn(shape.b, shape.h, shape.s, generator=generator, device=device)
-        masking = maskings(shape.s)[mask]
-        return cls(inputs, dlse, masking, exact(*inputs, masking.mask, dlse=dlse))
+        variant = variants(shape.s, shape.h, device)[mask]
+        options = dict(variant.options)
+        if "dropout_p" in options:
+            torch.manual_seed(SEED)
+            options["head_words"] = draw_head_words(shape.b, shape.h)
+        return cls(inputs, dlse, variant, exact(*inputs, variant.mask, dlse=dlse, **options))
+
+    def arguments(self) -> dict[str, Any]:
+        """For an attention function, called next: its dropout draws what the reference's did."""
+        torch.manual_seed(SEED)
+        return self.variant.masking | self.variant.options
 
     @property
     def natural(self) -> float:
@@ -76,7 +101,7 @@ def default_lengths(world_size: int, device: torch.device) -> list[int]:
 
 def one_rank_errors(problem: Problem, backend: str) -> dict[str, float]:
     q, k, v = leaves = [x.detach().requires_grad_() for x in problem.inputs[:3]]
-    out, lse = flash_attention(q, k, v, **problem.masking.options, return_lse=True, backend=backend)
+    out, lse = flash_attention(q, k, v, **problem.arguments(), return_lse=True, backend=backend)
     results = out, lse, *torch.autograd.grad((out, lse), leaves, (problem.inputs.dout, problem.dlse))
     pairs = zip(NAMES, results, problem.reference, strict=True)
     return {name: relative_error(squares(x, ref), problem.natural) for name, x, ref in pairs}
@@ -87,7 +112,7 @@ def ring_errors(problem: Problem, world: World, layout: str, backend: str, trans
     group, seq_len = world.group, problem.inputs.q.shape[1]
     how: dict[str, Any] = {"group": group, "layout": layout}
     if layout == "balanced":
-        how["layout_mask"] = problem.masking.mask
+        how["layout_mask"] = problem.variant.mask
     *inputs, dout = (shard(x, **how) for x in problem.inputs)
     q, k, v = leaves = [x.detach().requires_grad_() for x in inputs]
     out, lse = ring_attention(
@@ -99,7 +124,7 @@ def ring_errors(problem: Problem, world: World, layout: str, backend: str, trans
         transport=transport,
         backend=backend,
         return_lse=True,
-        **problem.masking.options,
+        **problem.arguments(),
     )
     rows = positions(seq_len, **how, device=world.device)
     results = out, lse, *torch.autograd.grad((out, lse), leaves, (dout, problem.dlse[:, :, rows]))
@@ -117,7 +142,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="attention backend: auto, triton or torch")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--masks", nargs="+", choices=maskings(1), default=list(maskings(1)))
+    names = list(variants(1))
+    what = f"masks, and options under a causal one, of {', '.join(names)}; default: all"
+    parser.add_argument("--masks", nargs="+", choices=names, default=names, metavar="MASK", help=what)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: fp32 bf16, on a GPU fp16 too")
     parser.add_argument("--lengths", nargs="+", type=int, help="default: even, odd, and one that leaves a rank empty")
     parser.add_argument("--heads", nargs="+", type=parse_heads, metavar="h,g", default=[(4, 4), (4, 2), (4, 1)])
@@ -146,7 +173,7 @@ def check(world: World, options: argparse.Namespace) -> int:
         one = one_rank_errors(problem, options.backend)
         for layout in options.layouts:
             ring = ring_errors(problem, world, layout, options.backend, transport)
-            wrong = failures(ring, one, DTYPES[dtype])
+            wrong = failures(ring, one, DTYPES[dtype], capped="softcap" in problem.variant.options)
             label = f"{layout:10s} {mask:13s} {dtype} {shape}"
             verdict = f"FAILED: {', '.join(wrong)}" if wrong else "ok"
             world.say(f"{label:55s}", *(f"{n} {ring[n]:.1e}/{one[n]:.1e}" for n in NAMES), verdict, sep="  ")

@@ -3,13 +3,16 @@
 Tensors are `(b, s, h, d)`, keys and values with `g` heads.
 """
 
+import argparse
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +39,9 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        numbers = [int(part) for part in text.split(",")]
-        if len(numbers) != 5 or min(numbers) < 1 or numbers[1] % numbers[2]:
-            raise ValueError(f"a shape is b,h,g,s,d, all positive and g dividing h; got {text!r}")
+        numbers = [int(part) for part in text.split(",") if part.isdecimal()]
+        if len(numbers) != 5 or text.count(",") != 4 or min(numbers) < 1 or numbers[1] % numbers[2]:
+            raise argparse.ArgumentTypeError(f"a shape is b,h,g,s,d, all positive and g dividing h; got {text!r}")
         return cls(*numbers)
 
     def __str__(self) -> str:
@@ -47,8 +50,10 @@ class Shape(NamedTuple):
 
 def parse_heads(text: str) -> tuple[int, int]:
     """Query and key/value heads from `h,g`."""
-    h, g = (int(part) for part in text.split(","))
-    return h, g
+    match = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", text)
+    if match is None or int(match[1]) % int(match[2]):
+        raise argparse.ArgumentTypeError(f"heads are h,g, both positive and g dividing h; got {text!r}")
+    return int(match[1]), int(match[2])
 
 
 def log_normal_documents(tokens: int, seed: int = 0, mean: int = 2048, sigma: float = SIGMA) -> list[int]:
@@ -60,10 +65,22 @@ def log_normal_documents(tokens: int, seed: int = 0, mean: int = 2048, sigma: fl
     return boundaries
 
 
-def parse_mask(text: str) -> str:
-    """A name that `make_mask` knows, for a command line."""
-    make_mask(text, 1)
-    return text
+def add_masks_argument(parser: argparse.ArgumentParser, default: list[str]) -> None:
+    """`--masks`: names that `make_mask` knows."""
+
+    def parse(text: str) -> str:
+        try:
+            make_mask(text, 1)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text
+
+    what = (
+        "full; causal; windowN: a query sees N keys; equalN: N equal documents; documentsN: documents of log-normal "
+        "lengths with mean N. All causal, but for full and what ends in -full: equalN-full, documentsN-full. "
+        "Default: %(default)s"
+    )
+    parser.add_argument("--masks", nargs="+", type=parse, metavar="MASK", default=default, help=what)
 
 
 @lru_cache(maxsize=256)
@@ -172,6 +189,22 @@ def passes_apart(attend: Attend, inputs: Inputs, parameters: Sequence[Tensor] = 
 
     backward()
     return dict(zip(WORK_APART, (forward, backward), strict=True))
+
+
+@contextmanager
+def kernels(portable: bool, seen: set[str]) -> Iterator[None]:
+    """Inside, `seen` gets the kernels that ringflash's passes take: what the rule says, or the portable ones."""
+    from ringflash import local_kernel
+
+    rule = local_kernel.kernel_of
+
+    def watched(*arguments: Any, **options: Any) -> str:
+        kernel = "portable" if portable else rule(*arguments, **options)
+        seen.add(kernel)
+        return kernel
+
+    with mock.patch.object(local_kernel, "kernel_of", watched):
+        yield
 
 
 # The implementations: (q, k, v, mask) -> out. Those that don't know a mask raise.

@@ -36,7 +36,7 @@ from torch import Tensor
 
 import check_ring
 from accuracy import NAMES, failures
-from check_ring import maskings, one_rank_errors, ring_errors
+from check_ring import one_rank_errors, ring_errors, variants
 from peers import DTYPES, Inputs, Shape, make_inputs
 from report import add_output_arguments, append_rows, environment, output_path, significant
 from ringflash import comm, nvlink, ring_attention, shard, transport_of
@@ -64,7 +64,8 @@ class Problem(NamedTuple):
         kv_heads = pick.choice([1, 2, 3])
         shape = Shape(pick.choice([1, 2]), kv_heads * pick.choice([1, 2, 4]), kv_heads, 1, pick.choice(dims))
         shape = shape._replace(s=pick.choice([pick.randint(1, most_tokens), 64 * pick.randint(1, most_tokens // 64)]))
-        mask, layout = pick.choice(list(maskings(1))), pick.choice(list(LAYOUTS))
+        masks = [name for name, variant in variants(1).items() if not variant.options]
+        mask, layout = pick.choice(masks), pick.choice(list(LAYOUTS))
         return cls(shape, pick.choice(dtypes), layout, mask, pick.random() < 0.5, seed)
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ class Passes:
     """Forward and backward of one problem, on this rank's rows."""
 
     def __init__(self, problem: Problem, world: World, backend: str, transport: str):
-        masking = maskings(problem.shape.s)[problem.mask]
+        variant = variants(problem.shape.s)[problem.mask]
         self.how: dict[str, Any] = {"group": world.group, "layout": problem.layout}
         # some problems go as large ones would: in several launches forward, half by half and in place backward
         first = 0 if problem.seed % 2 else comm.FIRST_BYTES
@@ -86,10 +87,10 @@ class Passes:
             "APART_BYTES": 0 if problem.seed % 4 < 2 else comm.APART_BYTES,
         }
         if problem.layout == "balanced":
-            self.how["layout_mask"] = masking.mask
+            self.how["layout_mask"] = variant.mask
         whole = make_inputs(problem.shape, DTYPES[problem.dtype], world.device, problem.seed)
         self.inputs = Inputs(*(shard(x, **self.how) for x in whole))
-        self.how |= {"seq_len": problem.shape.s, "transport": transport, "backend": backend} | masking.options
+        self.how |= {"seq_len": problem.shape.s, "transport": transport, "backend": backend} | variant.masking
         self.how["deterministic"] = problem.deterministic
         self.exact = problem.deterministic or world.device.type == "cpu" or backend == "torch"
 

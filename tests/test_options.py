@@ -127,6 +127,19 @@ def test_dropout_keeps_its_share_and_the_mean_and_leaves_lse_alone():
     assert (share - 0.75).abs().max() <= 5 * (0.25 * 0.75) ** 0.5 / 512  # five standard deviations
 
 
+@pytest.mark.parametrize("dropout_p", [1e-9, 0.3, 1 - 1e-6, 1 - 1e-9, 1 - 1e-12])
+def test_a_kept_weight_is_divided_by_the_share_that_is_kept(dropout_p, monkeypatch):
+    q, k, v, *_ = random_inputs(1, 1, 1, 16, dtype=torch.float64)
+    query_word, key_word = (int(x) for x in make_words(*torch.zeros(2, 1, dtype=torch.long)))
+    largest = 2**31 - 1  # of all hashes: kept, whatever is dropped
+    word = (largest * pow(query_word * key_word, -1, 2**32) + 2**31) % 2**32 - 2**31
+    monkeypatch.setattr("ringflash.attention.draw_head_words", lambda *_: torch.tensor([[word]], dtype=torch.int32))
+    lowest_kept = threshold(dropout_p) | 1  # hashes are odd
+    share = ((largest - lowest_kept) // 2 + 1) / 2**31
+    assert abs(share - (1 - dropout_p)) <= 2**-32 or share == 2**-31
+    torch.testing.assert_close(flash_attention(q, k, v, dropout_p=dropout_p), v / share, rtol=1e-13, atol=0.0)
+
+
 def test_what_is_dropped_depends_on_seed_batch_head_query_and_key():
     def draw(seed: int) -> Tensor:
         words = draw_head_words(2, 2, torch.Generator().manual_seed(seed))

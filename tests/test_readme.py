@@ -13,6 +13,7 @@ import readme_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+FIRST_LINE = re.compile(r"# \w+\.py, run by: (.* (\w+\.py))\n")
 
 
 def code_blocks(language: str) -> list[str]:
@@ -26,13 +27,25 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
         writer.writerows(rows)
 
 
-def test_example_runs_as_written_on_two_cpu_processes(tmp_path: Path):
-    example = code_blocks("python")[0]
-    command = re.search(r"torchrun (--nproc-per-node 2 example\.py)", example)
-    assert command is not None
-    (tmp_path / "example.py").write_text(example)
+EXAMPLES = {match[2]: (match[1], block) for block in code_blocks("python") if (match := FIRST_LINE.match(block))}
+
+
+def test_there_are_examples_of_one_process_and_of_several():
+    assert {name: command for name, (command, _) in EXAMPLES.items()} == {
+        "example.py": "torchrun --nproc-per-node 2 example.py",
+        "masks.py": "python masks.py",
+        "documents.py": "torchrun --nproc-per-node 2 documents.py",
+    }
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs_as_written_on_cpu_processes(name: str, tmp_path: Path):
+    command, example = EXAMPLES[name]
+    (tmp_path / name).write_text(example)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1].split()]
+    launcher = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
+    program, *arguments = command.split()
+    run = [sys.executable, *launcher[program], *arguments]
     done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 

@@ -1,5 +1,6 @@
 """The check and benchmark programs: dry runs on a CPU, and the parts that decide what passes and what is written."""
 
+import argparse
 import csv
 import gzip
 import json
@@ -21,18 +22,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import accuracy
+import bench_local
 import bench_masks
+import bench_ring
 import bench_visits
 import check_local
 import check_ring
 import hbm_bytes
+import peers
 import profile_ring
 import report
 import stress_ring
 from accuracy import NAMES
 from emulation import Rank, ResidentTransport
 from peers import LOADERS, MASKS, Case, Inputs, Shape, make_inputs, make_mask
-from ringflash import comm, merge, ring_attention
+from ringflash import comm, flash_attention, merge, ring_attention
 from ringflash.layout import layout_runs, take_rows
 from ringflash.mask import Mask, area
 from ringflash.ops import HAS_TRITON
@@ -105,6 +109,28 @@ def test_bench_local_times_what_runs_and_says_why_the_rest_does_not(tmp_path):
     assert "causal" in causal and "full" in full and causal.endswith("- / -")
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed (it exists for Linux only)")
+def test_bench_local_times_the_portable_kernels_when_asked_to(tmp_path, monkeypatch):
+    from ringflash import local_kernel
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        taken.add(local_kernel.kernel_of("forward"))  # pyright: ignore[reportCallIssue]
+        return flash_attention(q, k, v, mask=mask)
+
+    monkeypatch.setattr(local_kernel, "kernel_of", lambda which: f"hopper {which}")
+    monkeypatch.setitem(LOADERS, "ringflash", lambda: attend)
+    small = ["--shapes", "1,1,1,16,16", "--masks", "full", "--only", "ringflash", "--device", "cpu", "--rounds", "1"]
+    for asked, kernel, name in (
+        ([], "hopper forward", "bench_local"),
+        (["--portable"], "portable", "bench_local_portable"),
+    ):
+        taken: set[str] = set()
+        monkeypatch.setattr(sys, "argv", ["bench_local.py", *small, "--round-ms", "1", "--out", str(tmp_path), *asked])
+        bench_local.main()
+        assert taken == {kernel}
+        assert len(read(tmp_path / f"{name}.csv")) == 2
+
+
 def test_bench_masks_relates_time_to_what_is_visible(tmp_path):
     shapes = ["--shapes", "1,2,1,48,16", "--option-shapes", "1,2,1,48,16", "--masks", "window8", "equal3-full"]
     timing = ["--rounds", "3", "--round-ms", "1", "--device", "cpu", "--dtypes", "fp32", "--out", str(tmp_path)]
@@ -157,7 +183,7 @@ def test_the_kernels_of_a_call_are_noted_and_may_be_the_portable_ones(monkeypatc
     monkeypatch.setattr(local_kernel, "kernel_of", lambda which: f"hopper {which}")
     for portable, kernel in ((False, "hopper forward"), (True, "portable")):
         seen: set[str] = set()
-        with bench_masks.kernels(portable, seen):
+        with peers.kernels(portable, seen):
             assert local_kernel.kernel_of("forward") == kernel  # pyright: ignore[reportCallIssue]
         assert seen == {kernel}
 
@@ -198,10 +224,10 @@ def test_check_ring_passes_on_two_ranks(tmp_path):
     done = run("check_ring.py", "--device", "cpu", "--out", str(tmp_path), *small, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read(tmp_path / "check_ring.csv")
-    assert len(rows) == 2 * 4 * 4 * 2  # lengths, layouts, masks, dtypes
+    assert len(rows) == 2 * 4 * 10 * 2  # lengths, layouts, masks and options, dtypes
     assert {(row["world"], row["passed"]) for row in rows} == {("2", "True")}
     assert all(float(row[f"{n}_error"]) <= 1e-5 for row in rows if row["dtype"] == "fp32" for n in NAMES)
-    assert "64 of 64 passed at 2 ranks" in done.stdout
+    assert "160 of 160 passed at 2 ranks" in done.stdout
 
 
 def cpu_world(group: dist.ProcessGroup | None = dist.group.WORLD) -> World:
@@ -503,6 +529,29 @@ def test_a_peer_refuses_a_mask_that_it_does_not_know(peer):
         LOADERS[peer]()(q, k, v, Mask(causal=True, chunk=4))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--masks", "ring7"], "a mask is full, causal, windowN, equalN(-full) or documentsN(-full); got 'ring7'"),
+        (["--shapes", "1,2,3,4"], "a shape is b,h,g,s,d, all positive and g dividing h; got '1,2,3,4'"),
+        (["--shapes", "1,4,2,x,16"], "a shape is b,h,g,s,d, all positive and g dividing h; got '1,4,2,x,16'"),
+    ],
+)
+@pytest.mark.parametrize("script", [bench_local, bench_masks, bench_ring])
+def test_a_wrong_argument_is_told_what_is_wanted(script, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script", *arguments])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert message in capsys.readouterr().err
+
+
+def test_heads_are_two_numbers_of_which_one_divides_the_other():
+    assert peers.parse_heads("4,2") == (4, 2)
+    for text in ("4", "4,3", "4,2,1", "4,0", "a,b"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"heads are h,g, .*got '{text}'"):
+            peers.parse_heads(text)
+
+
 # What passes
 
 
@@ -525,6 +574,15 @@ def test_an_error_passes_up_to_a_tenth_above_the_trusted_one_and_1e_5_in_fp32(na
     assert (accuracy.failures({name: error}, {name: trusted}, dtype) == []) is passes
 
 
+def test_lse_of_capped_scores_is_compared_like_the_rest_in_16_bits():
+    for error, dtype, passes in (
+        (3.2e-5, torch.bfloat16, True),
+        (3.4e-5, torch.bfloat16, False),
+        (3.2e-5, torch.float32, False),
+    ):
+        assert (accuracy.failures({"lse": error}, {"lse": 3e-5}, dtype, capped=True) == []) is passes
+
+
 def test_a_16_bit_result_without_a_trusted_one_must_be_exact_to_fp32():
     assert accuracy.failures({"dq": 1e-4}, {}, torch.bfloat16) == ["dq 1.00e-04 > 1.00e-05"]
 
@@ -535,13 +593,17 @@ def test_an_error_is_relative_to_the_reference_unless_that_is_zero():
     assert accuracy.relative_error(accuracy.squares(x, reference * 1e-16), natural=100.0) == pytest.approx(5 / 100)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(right=0), Mask(left=5, right=0)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    "mask",
+    [Mask(), Mask(right=0), Mask(left=5, right=0), Mask(right=0, prefix=9)],
+    ids=["full", "causal", "window", "prefix"],
+)
 def test_the_blockwise_fp64_reference_equals_dense_attention(mask):
     q, k, v, dout = make_inputs(Shape(2, 4, 2, 23, 8), torch.float64, CPU)
     dlse = torch.randn(2, 4, 23, dtype=torch.float64)
-    found = accuracy.exact(q, k, v, dout, mask, dlse=dlse, max_scores=2 * 4 * 23 * 5)  # 5 rows at a time
+    found = accuracy.exact(q, k, v, dout, mask, dlse=dlse, max_scores=2 * 4 * 23 * 5, softcap=2.0)  # 5 rows at a time
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*leaves, mask=mask)
+    out, lse = dense_attention(*leaves, mask=mask, softcap=2.0)
     expected = out, lse, *torch.autograd.grad((out, lse), leaves, (dout, dlse))
     for x, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(x, reference, rtol=1e-12, atol=1e-12)
