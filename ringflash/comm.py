@@ -82,7 +82,7 @@ class Transport(Protocol):
         """A pass around the ring, of which this rank's shards are `k` and `v`."""
         ...
 
-    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Flat]:
         """Flat tensors of these sizes, where groups land."""
         ...
 
@@ -128,24 +128,18 @@ class _Works:
                     work.wait()
 
 
-class _Saying:
-    """What fails inside says these words too, with `values` in the places of their `{}`."""
-
-    def __init__(self, words: str, *values: object):
-        self.words, self.values = words, values
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise RuntimeError(f"{error} ({self.words.format(*self.values)})") from error
+def _saying(error: RuntimeError, words: str, *values: object) -> RuntimeError:
+    """The error with these words, in which `values` take the places of their `{}`."""
+    return RuntimeError(f"{error} ({words.format(*values)})")
 
 
 def _await(pending: Pending, what: str, *values: object) -> None:
     """Wait for `what`, with `values` in the places of its `{}`: its name in a profile, and in the error if it fails."""
-    with span("wait for " + what, *values), _Saying("waiting for " + what, *values):
-        pending.wait()
+    with span("wait for " + what, *values):
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            raise _saying(error, "waiting for " + what, *values) from error
 
 
 class _Messages(Transport):
@@ -186,8 +180,8 @@ class _Messages(Transport):
         finally:
             passing.join()
 
-    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty(size, dtype=dtype, device=self.device) for size in sizes]
+    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Flat]:
+        return [Flat(torch.empty(size, dtype=dtype, device=self.device)) for size in sizes]
 
     def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
         return [Flat(torch.empty(size, dtype=dtype, device=self.device)) for _ in range(count)]
@@ -361,21 +355,20 @@ class Shards(NamedTuple):
     So rows that follow each other are one piece of memory in each batch, and one copy moves them.
     """
 
-    buffer: Tensor
+    buffer: Flat
     shape: RowShape
 
     def both(self, rows: int) -> Tensor:
         """K and V, as they lie."""
-        return _rows_of(self.buffer, self.shape, rows, self.shape.k_dim + self.shape.v_dim)
+        return self.buffer.see(_both_of, self.shape, rows)
 
     def views(self, rows: int) -> tuple[Tensor, Tensor]:
         """K and V."""
-        k, v = self.both(rows).split_with_sizes((self.shape.k_dim, self.shape.v_dim), dim=3)
-        return k, v
+        return self.buffer.see(_shards_of, self.shape, rows)
 
     def message(self, rows: int) -> Tensor:
         """The part of the buffer that these rows fill."""
-        return self.buffer[: self.shape.size(rows)]
+        return self.buffer.see(Flat.first, self.shape.size(rows))
 
 
 class Packed(NamedTuple):
@@ -388,13 +381,14 @@ class Packed(NamedTuple):
         """Rows `[begin, end)` of dK and of dV, of `rows` each."""
         return self.buffer.see(_sums_of, self.shape, begin, end, rows)
 
-    def message(self, rows: int) -> Tensor:
-        """The part of the buffer that these rows fill."""
-        return self.buffer.see(Flat.first, self.shape.size(rows))
-
 
 def _both_of(buffer: Flat, shape: RowShape, rows: int) -> Tensor:
-    return Shards(buffer.x, shape).both(rows)
+    return _rows_of(buffer.x, shape, rows, shape.k_dim + shape.v_dim)
+
+
+def _shards_of(buffer: Flat, shape: RowShape, rows: int) -> tuple[Tensor, Tensor]:
+    k, v = _both_of(buffer, shape, rows).split_with_sizes((shape.k_dim, shape.v_dim), dim=3)
+    return k, v
 
 
 def _sums_of(buffer: Flat, shape: RowShape, begin: int, end: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -463,16 +457,13 @@ def visits(
             return k, v
         return k[:, piece.begin : piece.end], v[:, piece.begin : piece.end]
 
-    def visiting(index: int) -> AbstractContextManager[object]:
-        return span("visit {} from {}", index, _Sources(plan, groups[index]))
-
     def start(group: Group, place: Shards) -> Pending:
         with span("fetch from {}", _Sources(plan, group)):
             return fetch(group, place)
 
     if transport is None or plan.hops == 0:
         for index, group in enumerate(groups):
-            with visiting(index):
+            with span("visit {} from {}", index, _Sources(plan, group)):
                 yield index, group.visit, *mine(group)
         return
     shape = RowShape.of(k, v)
@@ -482,17 +473,18 @@ def visits(
         places = [Shards(x, shape) for x in transport.places(sizes, k.dtype)]
         arriving = deque((place, start(ahead.popleft(), place)) for place in places)
         for index, group in enumerate(groups):
+            sources = _Sources(plan, group)
             if group.last_step == 0:
-                with visiting(index):
+                with span("visit {} from {}", index, sources):
                     yield index, group.visit, *mine(group)
             elif group.visit is None:
                 fetch(group, None).wait()
                 yield index, None, k, v
             else:
                 place, arrived = arriving.popleft()
-                with span("wait for {}", _Sources(plan, group)):
+                with span("wait for {}", sources):
                     arrived.wait()
-                with visiting(index):
+                with span("visit {} from {}", index, sources):
                     yield index, group.visit, *place.views(group.rows)
                 if ahead:
                     arriving.append((place, start(ahead.popleft(), place)))
@@ -537,8 +529,8 @@ def _moves(plan: Plan, group: Group, batches: int, row: int, place: int) -> Move
 class NvlinkTransport(CopyEngine):
     """Each rank pulls what it needs out of every source's buffer."""
 
-    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
-        return [torch.empty(size, dtype=dtype, device=self.link.device) for size in sizes]
+    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Flat]:
+        return [Flat(torch.empty(size, dtype=dtype, device=self.link.device)) for size in sizes]
 
     @contextmanager
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
@@ -546,7 +538,7 @@ class NvlinkTransport(CopyEngine):
         is_waited_for = False
 
         def fill(mine: Flat) -> None:
-            torch.cat((k, v), dim=3, out=mine.see(_both_of, shape, k.shape[1]))
+            torch.cat((k, v), dim=3, out=Shards(mine, shape).both(k.shape[1]))
 
         with span("publish K and V"):
             self.publish(shape.size(plan.most_rows), k.dtype, fill)
@@ -556,7 +548,7 @@ class NvlinkTransport(CopyEngine):
             if into is None:
                 return _Works(self.group, [])
             is_waited_for = True
-            return self.pull(into.buffer, _moves(plan, group, shape.batches, shape.row, into.buffer.numel()))
+            return self.pull(into.buffer, _moves(plan, group, shape.batches, shape.row, into.buffer.x.numel()))
 
         try:
             yield fetch
@@ -569,7 +561,7 @@ class NvlinkTransport(CopyEngine):
                 self.pulled().wait()
 
     def collect(self, sums: Flat, ways: "Ways", into: Tensor) -> Pending:
-        return self.pull_sums(into, ways.moves)
+        return self.pull_sums(Flat(into), ways.moves)
 
 
 class _Passing:
@@ -584,7 +576,7 @@ class _Passing:
         self.stream = torch.cuda.Stream(k.device, priority=-1) if k.is_cuda else None
         shape = RowShape.of(k, v)
         size = shape.size(plan.most_rows)
-        self.shards = [Shards(k.new_empty(size), shape) for _ in range(2)]  # the one that is here, the next
+        self.shards = [Shards(Flat(k.new_empty(size)), shape) for _ in range(2)]  # the one that is here, the next
         torch.cat((k, v), dim=3, out=self.here)
         self.arriving: Pending | None = None
         with self.beside():
@@ -611,9 +603,11 @@ class _Passing:
         if self.step < self.plan.hops:
             send, receive = (x.message(self._rows(self.step + i)) for i, x in enumerate(self.shards))
             up, down = (self.plan.rank + 1) % self.plan.world_size, (self.plan.rank - 1) % self.plan.world_size
-            words = "starting to bring K and V of step {}", self.step + 1
-            with span("exchange of K and V with ranks {} and {}", up, down), _Saying(*words):
-                self.arriving = self.transport.exchange(send, receive, up, down, tag=0)
+            with span("exchange of K and V with ranks {} and {}", up, down):
+                try:
+                    self.arriving = self.transport.exchange(send, receive, up, down, tag=0)
+                except RuntimeError as error:
+                    raise _saying(error, "starting to bring K and V of step {}", self.step + 1) from error
 
     def go_on(self) -> None:
         """To the next step, whose shard is then here, and the one behind it on its way."""
@@ -660,11 +654,11 @@ class Gradients:
     ):
         self.plan, self.transport = plan, transport
         self.groups, self.parts, self.is_apart = halves
-        self.like, self.dtype = (k, v), dtype
+        self.like, self.dtype, shape = (k, v), dtype, RowShape.of(k, v)
+        self.legs = _legs(plan, self.parts, 1 if self.is_apart else self.parts, shape)
         self.own: Sums | None = None  # of a ring of one, or apart
         self.buffers: list[Packed] = []  # of this group, of the others of its step, and one for what comes next
         if transport is not None and plan.hops > 0:
-            shape = RowShape.of(k, v)
             size = shape.size(-(-plan.most_rows // self.parts))
             self.buffers = [Packed(x, shape) for x in transport.buffers(self.parts + 1, size, dtype)]
         self.pending: Pending | None = None
@@ -674,18 +668,19 @@ class Gradients:
     def _wait(self) -> None:
         if self.pending is not None and self.leg is not None:
             _await(self.pending, self.leg.words, self.leg.step)
-        self.pending = None
+            self.pending = None
 
     def _send_on(self, index: int) -> None:
         """Start to send what is finished, and to bring here what the same part of the next step adds to."""
         assert self.transport is not None
-        self.leg = leg = _leg(self.plan, self.groups[index].last_step, index % self.parts, self.parts)
-        send, receive = self.buffers[0].message(leg.rows), self.buffers[-1].message(leg.next_rows)
-        with (
-            span("exchange of dK and dV with ranks {} and {}", leg.to, leg.source),
-            _Saying("starting to bring " + leg.words, leg.step),
-        ):
-            self.pending = self.transport.exchange(send, receive, leg.to, leg.source, tag=index + 1)
+        self.leg = leg = self.legs[index]
+        send = self.buffers[0].buffer.see(Flat.first, leg.size)
+        receive = self.buffers[-1].buffer.see(Flat.first, leg.next_size)
+        with span("exchange of dK and dV with ranks {} and {}", leg.to, leg.source):
+            try:
+                self.pending = self.transport.exchange(send, receive, leg.to, leg.source, tag=index + 1)
+            except RuntimeError as error:
+                raise _saying(error, "starting to bring " + leg.words, leg.step) from error
 
     def arrive(self, index: int) -> None:
         """Start to bring here what was summed before for this group, or, with halves, for the next."""
@@ -705,13 +700,12 @@ class Gradients:
             return self.own
         if self.parts == 1:
             self._wait()
-        sums = self.buffers[0]
-        begin, end, rows = _rows_about(self.plan, group, self.index % self.parts, self.parts)
+        sums, leg = self.buffers[0], self.legs[self.index]
         fresh = self.index < self.parts
-        if fresh and end - begin < rows:  # the ranks that follow may see more
-            sums.message(rows).zero_()
+        if fresh and leg.end - leg.begin < leg.rows:  # the ranks that follow may see more
+            sums.buffer.see(Flat.first, leg.size).zero_()
             fresh = False
-        return Sums(*sums.views(begin, end, rows), fresh)
+        return Sums(*sums.views(leg.begin, leg.end, leg.rows), fresh)
 
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
@@ -736,35 +730,39 @@ class Gradients:
 
 
 class _Leg(NamedTuple):
-    """What travels once a part of a shard was visited: its sums, and those that the next visit of this part adds to."""
+    """What a group adds to, and what travels once it was visited: the sums of its part of a shard, and those that the
+    next visit of this part adds to."""
 
+    begin: int  # its visit is about rows `[begin, end)` of the `rows` of its part
+    end: int
+    rows: int
     to: int  # rank
     source: int  # rank that has the others
-    rows: int  # that go, and that come
-    next_rows: int
+    size: int  # elements that go, and that come
+    next_size: int
     words: str  # what comes, for `step`
     step: int
 
 
-@lru_cache(maxsize=1024)
-def _leg(plan: Plan, step: int, part: int, parts: int) -> _Leg:
-    if step < plan.hops:
-        next_source, to, source = plan.source(step + 1), plan.rank + 1, plan.rank - 1
-        words = "dK and dV at step {}"
-    else:
-        next_source, to, source = plan.rank, plan.rank - plan.hops, plan.rank + plan.hops
-        words = "dK and dV, come home"
-    cuts = (part_rows(plan.rows[rank], part, parts) for rank in (plan.source(step), next_source))
-    rows, next_rows = (cut.stop - cut.start for cut in cuts)
-    return _Leg(to % plan.world_size, source % plan.world_size, rows, next_rows, words, step + 1)
-
-
-@lru_cache(maxsize=1024)
-def _rows_about(plan: Plan, group: Group, part: int, parts: int) -> tuple[int, int, int]:
-    """`(begin, end, rows)`: which of the `rows` of a part of its source's shard a group is about."""
-    cut = part_rows(plan.rows[plan.source(group.last_step)], part, parts)
-    begin, end = next(((piece.begin, piece.end) for piece in group.pieces), (cut.start, cut.start))
-    return begin - cut.start, end - cut.start, cut.stop - cut.start
+@lru_cache(maxsize=256)
+def _legs(plan: Plan, parts: int, own_parts: int, shape: RowShape) -> tuple[_Leg, ...]:
+    """Of every group of `split_visits(plan, parts, own_parts)`."""
+    found = []
+    for index, group in enumerate(split_visits(plan, parts, own_parts)):
+        step, part = group.last_step, index % parts
+        if step < plan.hops:
+            next_source, to, source = plan.source(step + 1), plan.rank + 1, plan.rank - 1
+            words = "dK and dV at step {}"
+        else:
+            next_source, to, source = plan.rank, plan.rank - plan.hops, plan.rank + plan.hops
+            words = "dK and dV, come home"
+        cut, next_cut = (part_rows(plan.rows[rank], part, parts) for rank in (plan.source(step), next_source))
+        begin, end = next(((piece.begin, piece.end) for piece in group.pieces), (cut.start, cut.start))
+        rows, next_rows = cut.stop - cut.start, next_cut.stop - next_cut.start
+        about = begin - cut.start, end - cut.start, rows
+        peers = to % plan.world_size, source % plan.world_size
+        found.append(_Leg(*about, *peers, shape.size(rows), shape.size(next_rows), words, step + 1))
+    return tuple(found)
 
 
 class Ways(NamedTuple):
@@ -835,8 +833,11 @@ class StraightGradients:
         if index > 0:
             assert self.transport is not None
             self.come = self.like[0].new_empty(self.ways.size, dtype=self.dtype)
-            with span("dK and dV go home"), _Saying("starting to bring dK and dV home"):
-                self.pending = self.transport.collect(self.theirs.buffer, self.ways, self.come)
+            with span("dK and dV go home"):
+                try:
+                    self.pending = self.transport.collect(self.theirs.buffer, self.ways, self.come)
+                except RuntimeError as error:
+                    raise _saying(error, "starting to bring dK and dV home") from error
 
     def take(self) -> Sums:
         """Where the sums of this group go: of the rows that its visit is about."""

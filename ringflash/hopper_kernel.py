@@ -22,7 +22,7 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
@@ -43,8 +43,10 @@ from .launch import (
     are_odd,
     count_blocks,
     count_multiprocessors,
+    is_captured,
     launches_of,
     seen_rows_of,
+    stay,
     stay_in_graphs,
     sums_of,
     tma_strides,
@@ -360,133 +362,136 @@ def heads_together(kv_heads: int, head_bytes: int, head_blocks: int, multiproces
     return min(kv_heads, 1 << max(int(fit), occupy, 0))
 
 
+@dataclass(frozen=True, eq=False)  # kept by `_pass_of`, so that what goes by it is found by its identity
+class _Pass:
+    """What all launches of a backward pass are told beside tensors. `q` and `dout` are aligned."""
+
+    q: Kind
+    dout: Kind
+    with_dq: bool
+    score: _ScoreNumbers
+    device: torch.device
+
+    @cached_property
+    def tile(self) -> BackwardTile:
+        return backward_tile(self.q.shape[3], self.dout.shape[3])
+
+    @cached_property
+    def tiles(self) -> int:
+        return count_blocks(self.q.shape[1], self.tile.block_q)
+
+    @property
+    def keep_scale(self) -> float:
+        return self.score.keep_scale or 1.0
+
+
+_pass_of = lru_cache(maxsize=1024)(_Pass)
+
+
 class Started(NamedTuple):
     """A backward pass by the Hopper kernel, which needs rows of whole tiles and sums dQ in the order of registers."""
 
+    about: _Pass
+    q: Tensor
+    dout: Tensor
     minus_lse: Tensor  # fp32 (b, h, tiles * BLOCK_Q): see Note [Rows of a whole tile]
-    minus_delta: Tensor  # fp32 (b, h, tiles * BLOCK_Q)
+    minus_delta: Tensor  # fp32 (b, h, tiles * BLOCK_Q), divided by `keep_scale`
     dq: Tensor | None  # fp32 (b, h, tiles, BLOCK_Q * BLOCK_D): see Note [dQ in register order]; None: not wanted
-    n_q: int
-    head_dim: int
-    v_dim: int
-    dq_scale: float  # that its sum is multiplied by in the end
-    keep_scale: float  # that minus_delta is divided by
-    dtype: torch.dtype  # of dq in the end
+    head_words: Tensor | None
+    is_captured: bool  # in a CUDA graph
 
     @property
     def delta(self) -> Tensor:
-        return self.minus_delta[:, :, : self.n_q] * -self.keep_scale
+        return self.minus_delta[:, :, : self.q.shape[1]] * -self.about.keep_scale
 
     def of(self, batches: slice) -> "Started":
-        dq = None if self.dq is None else self.dq[batches]
-        return self._replace(minus_lse=self.minus_lse[batches], minus_delta=self.minus_delta[batches], dq=dq)
+        about, *tensors, is_captured = self
+        q, dout, *rest = (None if x is None else x[batches] for x in tensors)
+        about = _pass_of(Kind.of(q), Kind.of(dout), about.with_dq, about.score, about.device)
+        return Started(about, q, dout, *rest, is_captured)
 
 
 def start_backward(
     q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scoring: Scoring, *, with_dq: bool
 ) -> Started:
     """What the visits of a backward pass share; `q` is not empty. Without dQ the visits add to dK and dV alone."""
-    n_batches, n_q, n_heads, head_dim = q.shape
-    out, v_dim, device = result.out, dout.shape[3], q.device
-    lse_strides = None if dlse is None else dlse.stride()
-    unit = scoring.scale if scoring.softcap is None else 1 / LOG2E
-    keep_scale = 1 / (1 - scoring.dropout_p)
-    launch = _start_launch(Kind.of(out), Kind.of(dout), lse_strides, head_dim, with_dq, unit, keep_scale, device)
-    if launch is None or are_odd(out, dout, result.lse):  # they may come from hooks that kept them elsewhere
+    out, lse_strides = result.out, None if dlse is None else dlse.stride()
+    about = _pass_of(Kind.of(q), Kind.of(dout), with_dq, _ScoreNumbers.of(scoring), q.device)
+    launch = _start_launch(about, Kind.of(out), lse_strides)
+    if launch is None or are_odd(q, out, dout, result.lse):  # they may come from hooks that kept them elsewhere
         result = Partial(aligned(out), result.lse.clone())
-        return start_backward(q, result, aligned(dout), dlse, scoring, with_dq=with_dq)
-    tile = backward_tile(head_dim, v_dim)
-    tiles = count_blocks(n_q, tile.block_q)
+        return start_backward(aligned(q), result, aligned(dout), dlse, scoring, with_dq=with_dq)
+    n_batches, _, n_heads, _ = q.shape
+    tile, tiles = about.tile, about.tiles
     minus_lse = q.new_empty((n_batches, n_heads, tiles * tile.block_q), dtype=torch.float32)
     minus_delta = torch.empty_like(minus_lse)
     dq_shape = n_batches, n_heads, tiles, tile.block_q * tile.block_d
     dq = q.new_empty(dq_shape, dtype=torch.float32) if with_dq else None
     launch(out, dout, result.lse.contiguous(), dlse, minus_lse, minus_delta, dq)
-    dq_scale = scoring.scale * keep_scale
-    return Started(minus_lse, minus_delta, dq, n_q, head_dim, v_dim, dq_scale, keep_scale, q.dtype)
+    return Started(about, q, dout, minus_lse, minus_delta, dq, scoring.head_words, is_captured(q.device))
 
 
 @lru_cache(maxsize=1024)
-def _start_launch(
-    out: Kind,
-    dout: Kind,
-    lse_strides: tuple[int, ...] | None,
-    head_dim: int,
-    with_dq: bool,
-    unit: float,
-    keep_scale: float,
-    device: torch.device,
-) -> Launch | None:
-    """A launch of `_start_kernel`, by all that its form depends on; `None` where out or dout is not aligned."""
-    if not are_aligned(out, dout):
+def _start_launch(about: _Pass, out: Kind, lse_strides: tuple[int, ...] | None) -> Launch | None:
+    """A launch of `_start_kernel`, by all that its form depends on; `None` where q, out or dout is not aligned."""
+    if not are_aligned(about.q, out, about.dout):
         return None
-    tile = backward_tile(head_dim, out.shape[3])
-    n_batches, n_q, n_heads, v_dim = out.shape
-    tiles = count_blocks(n_q, tile.block_q)
+    dout, tile, tiles, score = about.dout, about.tile, about.tiles, about.score
+    n_batches, n_q, n_heads, v_dim = dout.shape
     strides = zip("odl", (out.strides, dout.strides, lse_strides or (0, 0, 0)), ("bsh", "bsh", "bhs"), strict=True)
     numbers = {
         **{f"stride_{x}{axis}": n for x, of, axes in strides for axis, n in zip(axes, of, strict=False)},
         "n_q": n_q,
         "n_heads": n_heads,
         "n_blocks": tiles,
-        "unit": unit,
-        "keep_scale": keep_scale,
+        "unit": score.scale if score.cap is None else 1 / LOG2E,
+        "keep_scale": about.keep_scale,
         "DV": v_dim,
         "BLOCK": tile.block_q,
         "BLOCK_D": tile.block_d,
         "BLOCK_DV": tile.block_dv,
         "HAS_DLSE": lse_strides is not None,
-        "WITH_DQ": with_dq,
+        "WITH_DQ": about.with_dq,
     }
     tensors = ("out", "dout", "lse", "dlse", "minus_lse", "minus_delta", "dq")
     return Launch(_start_kernel, (n_batches * n_heads * tiles,), {}, tensors, numbers, num_warps=4)
 
 
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    state: Started,
-    visit: Visit,
-    scoring: Scoring,
-    take_dkv: Callable[[], Sums],
-) -> None:
+def backward(k: Tensor, v: Tensor, state: Started, visit: Visit, take_dkv: Callable[[], Sums]) -> None:
     """As `reference.backward`, of tensors that are not empty. Sums of dK and dV: Note [Long sums] of launch.py."""
     sums = dk, dv, fresh = take_dkv()
-    device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(dout))
-    with_dq, score = state.dq is not None, _ScoreNumbers.of(scoring)
-    n_blocks = len(visit.key_blocks(backward_tile(q.shape[3], v.shape[3]).block_k, JUMP))
-    is_full = visit.mask.is_full
-    launches = _backward_launches(*kinds, n_blocks, dk.dtype, is_full, with_dq, fresh, score, device)
-    if launches is None or are_odd(q, k, v, dout):
-        q, k, v, dout = map(aligned, (q, k, v, dout))
-        return backward(q, k, v, dout, state, visit, scoring, take_dkv=lambda: sums)
+    about, q, dout, *rows, dq, head_words, captured = state
+    launches = _backward_launches(about, Kind.of(k), Kind.of(v), dk.dtype, fresh, visit)
+    if not launches or are_odd(k, v):
+        return backward(aligned(k), aligned(v), state, visit, take_dkv=lambda: sums)
+    if captured:
+        stay(launches)
     with sums_of(launches, dk, dv, contiguous=True) as (total_dk, total_dv):
-        for launch, low, high in launches:
-            blocks, seen, words = _backward_tables(launch, visit, low, high, device)
-            rows = state.minus_lse, state.minus_delta
-            launch(q, k, v, dout, *rows, state.dq, total_dk, total_dv, blocks, seen, words, scoring.head_words)
+        for launch, *tables in launches:
+            launch(q, k, v, dout, *rows, dq, total_dk, total_dv, *tables, head_words)
 
 
-@stay_in_graphs
 @keep_by_bytes(TABLE_BYTES)
-def _backward_tables(
-    launch: Launch, visit: Visit, low: int, high: int, device: torch.device
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What blocks of keys are seen by, of the query rows from `low` to `high`, what single queries see, and dropout's
-    words.
+def _backward_launches(
+    about: _Pass, k: Kind, v: Kind, sums: torch.dtype, fresh: bool, visit: Visit
+) -> tuple[tuple[Launch, Tensor, Tensor | None, Tensor | None], ...]:
+    """A visit's launches, and for each what blocks of keys are seen by, what single queries see, and dropout's words;
+    no launches where k or v is not aligned.
 
-    Rows that see a block are both ends of tiles. All four are 0 where none does: a block that nothing adds to is still
-    written, from a tile that is there. Of few programs those start first that take longest; many take their blocks in
-    order, beside those that read the same queries.
+    Query rows that see a block are both ends of tiles. All four are 0 where none does: a block that nothing adds to is
+    still written, from a tile that is there. Of few programs those start first that take longest; many take their
+    blocks in order, beside those that read the same queries.
     """
-    blocks = visit.key_blocks(launch.numbers["BLOCK_K"], JUMP)
-    seen = blocks[:, :4].clamp(low, high)
-    blocks = torch.cat([torch.where(seen[:, :1] == seen[:, 3:], 0, seen), blocks[:, 4:]], dim=1)
-    if launch.grid[0] <= SORTED * count_multiprocessors(device):
-        blocks = blocks[(blocks[:, 3] - blocks[:, 0]).argsort(descending=True, stable=True)]
-    return to_device(blocks, device), seen_rows_of(visit, device), _words_of(launch, visit, device)
+    if not are_aligned(k, v):
+        return ()
+    found, device, blocks = [], about.device, visit.key_blocks(about.tile.block_k, JUMP)
+    for launch, low, high in _launches_of_kinds(about, k, v, sums, fresh, len(blocks), visit.mask.is_full):
+        seen = blocks[:, :4].clamp(low, high)
+        table = torch.cat([torch.where(seen[:, :1] == seen[:, 3:], 0, seen), blocks[:, 4:]], dim=1)
+        if launch.grid[0] <= SORTED * count_multiprocessors(device):
+            table = table[(table[:, 3] - table[:, 0]).argsort(descending=True, stable=True)]
+        found.append((launch, to_device(table, device), seen_rows_of(visit, device), _words_of(launch, visit, device)))
+    return tuple(found)
 
 
 def _words_of(launch: Launch, visit: Visit, device: torch.device) -> Tensor | None:
@@ -494,70 +499,39 @@ def _words_of(launch: Launch, visit: Visit, device: torch.device) -> Tensor | No
 
 
 @lru_cache(maxsize=1024)
-def _backward_launches(
-    q: Kind,
-    k: Kind,
-    v: Kind,
-    dout: Kind,
-    n_blocks: int,
-    sums: torch.dtype,
-    is_full: bool,
-    with_dq: bool,
-    fresh: bool,
-    score: _ScoreNumbers,
-    device: torch.device,
-) -> tuple[tuple[Launch, int, int], ...] | None:
-    """A visit's launches, and the query rows `[low, high)` that each sums over; `None` where a tensor is not aligned.
-
-    Sums of dK and dV are in the dtype `sums`; where several launches add, in fp32.
+def _launches_of_kinds(
+    about: _Pass, k: Kind, v: Kind, sums: torch.dtype, fresh: bool, n_blocks: int, is_full: bool
+) -> tuple[tuple[Launch, int, int], ...]:
+    """The launches of every visit with all that their form depends on, and the query rows `[low, high)` that each sums
+    over. Sums of dK and dV are in the dtype `sums`; where several launches add, in fp32.
     """
-    if not are_aligned(q, k, v, dout):
-        return None
-    parts = launches_of(q.shape[1], heads=q.shape[2] // k.shape[2])
-    sums = sums if len(parts) == 1 else torch.float32
-    multiprocessors = count_multiprocessors(device)
+    _, n_q, n_heads, _ = about.q.shape
     found = []
-    for first_head, heads, low, high in parts:
+    for first_head, heads, low, high in launches_of(n_q, heads=n_heads // k.shape[2]):
         add = not fresh or first_head > 0 or low > 0
-        launch = _backward_launch(
-            q, k, v, dout, n_blocks, sums, with_dq, first_head, heads, add, score, multiprocessors
-        )
-        found.append((launch, low, high))
+        found.append((_backward_launch(about, k, v, n_blocks, first_head, heads, add), low, high))
     return tuple(found)
 
 
-def _backward_launch(
-    q: Kind,
-    k: Kind,
-    v: Kind,
-    dout: Kind,
-    n_blocks: int,
-    sums: torch.dtype,
-    with_dq: bool,
-    first_head: int,
-    heads: int,
-    add: bool,
-    score: _ScoreNumbers,
-    multiprocessors: int,
-) -> Launch:
+def _backward_launch(about: _Pass, k: Kind, v: Kind, n_blocks: int, first_head: int, heads: int, add: bool) -> Launch:
     """A launch of `backward_kernel` or `wide_backward_kernel` that sums over `heads` heads of a key's."""
-    tile = backward_tile(q.shape[3], v.shape[3])
+    q, dout, tile = about.q, about.dout, about.tile
     kernel = backward_kernel if tile.block_k == 128 else wide_backward_kernel
     n_batches, n_q, n_heads, head_dim = q.shape
     _, n_k, kv_heads, v_dim = v.shape
-    row_bytes = (head_dim + v_dim) * q.dtype.itemsize + with_dq * tile.block_d * 4  # of queries, dO, sums of dQ
-    kv_together = heads_together(n_batches * kv_heads, n_q * heads * row_bytes, n_blocks, multiprocessors)
+    row_bytes = (head_dim + v_dim) * q.dtype.itemsize + about.with_dq * tile.block_d * 4  # of queries, dO, sums of dQ
+    head_bytes, multiprocessors = n_q * heads * row_bytes, count_multiprocessors(about.device)
     numbers = {
         "n_q": n_q,
         "n_k": n_k,
         "n_blocks": n_blocks,
-        "n_tiles_q": count_blocks(n_q, tile.block_q),
+        "n_tiles_q": about.tiles,
         "kv_heads": kv_heads,
-        "kv_together": kv_together,
+        "kv_together": heads_together(n_batches * kv_heads, head_bytes, n_blocks, multiprocessors),
         "heads_per_kv": n_heads // kv_heads,
         "first_head": first_head,
         "heads": heads,
-        **score._asdict(),
+        **about.score._asdict(),
         "D": head_dim,
         "DV": v_dim,
         "BLOCK_Q": tile.block_q,
@@ -566,7 +540,7 @@ def _backward_launch(
         "BLOCK_DV": tile.block_dv,
         "STAGES": tile.stages,
         "ADD": add,
-        "WITH_DQ": with_dq,
+        "WITH_DQ": about.with_dq,
         "ds_layout": _layout((tile.block_k, tile.block_q), q.dtype),
     }
     boxes = {
@@ -582,26 +556,22 @@ def _backward_launch(
 
 def finish_backward(state: Started) -> Tensor:
     """dQ `(b, s, h, d)`, contiguous."""
-    assert state.dq is not None
-    shape = state.dq.shape[0], state.n_q, state.dq.shape[1], state.head_dim
-    dq = state.dq.new_empty(shape, dtype=state.dtype)
-    _finish_launch(shape, state.v_dim, state.dq_scale, state.dtype, dq.device)(state.dq, dq)
+    about = state.about
+    dq = torch.empty(about.q.shape, dtype=about.q.dtype, device=about.device)
+    _finish_launch(about)(state.dq, dq)
     return dq
 
 
 @lru_cache(maxsize=1024)
-def _finish_launch(
-    shape: tuple[int, int, int, int], v_dim: int, scale: float, dtype: torch.dtype, device: torch.device
-) -> Launch:
+def _finish_launch(about: _Pass) -> Launch:
     """A launch of `_finish_kernel`, by all that its form depends on."""
-    n_batches, n_q, n_heads, head_dim = shape
-    tile = backward_tile(head_dim, v_dim)
-    tiles = count_blocks(n_q, tile.block_q)
+    n_batches, n_q, n_heads, head_dim = about.q.shape
+    tile, tiles = about.tile, about.tiles
     numbers = {
         "n_q": n_q,
         "n_heads": n_heads,
         "tiles": tiles,
-        "scale": scale,
+        "scale": about.score.scale * about.keep_scale,
         "D": head_dim,
         "BLOCK_Q": tile.block_q,
         "BLOCK_D": tile.block_d,

@@ -237,7 +237,7 @@ def sums_of(
 
     When they must be `contiguous`, results that are not (some rows of several batches) are copied there and back.
     """
-    if len(launches) == 1 and (not contiguous or all(x.is_contiguous() for x in results)):
+    if len(launches) == 1 and (not contiguous or all(map(Tensor.is_contiguous, results))):
         return nullcontext(results)
     return _sums_elsewhere(results, len(launches) > 1, contiguous)
 
@@ -299,11 +299,21 @@ def stay_in_graphs(tables_of: Callable[..., Tables]) -> Callable[..., Tables]:
     @wraps(tables_of)
     def found(*key: Any) -> Tables:
         tables = tables_of(*key)
-        if key[-1].type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _in_graphs[id(tables)] = tables
+        if is_captured(key[-1]):
+            stay(tables)
         return tables
 
     return found
+
+
+def is_captured(device: torch.device) -> bool:
+    """Does a CUDA graph take what is launched now?"""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def stay(tables: object) -> None:
+    """See `stay_in_graphs`, for who asks once for many tables whether a graph is captured."""
+    _in_graphs[id(tables)] = tables
 
 
 @stay_in_graphs

@@ -739,6 +739,14 @@ def _find_gluon() -> bool:
 HAS_GLUON = _find_gluon()
 
 
+@lru_cache
+def _hopper():
+    """The Hopper kernels, which want Gluon. (An import at every visit takes the host longer than this.)"""
+    from . import hopper_kernel
+
+    return hopper_kernel
+
+
 @lru_cache(maxsize=1024)
 def kernel_of(
     which: Literal["forward", "backward"],
@@ -820,9 +828,7 @@ def forward(
             forward(q[part], k[part], v[part], visit, scoring.of(part), total, earlier)
         return
     if _kernel_of("forward", q, v, scoring) == "hopper":
-        from . import hopper_kernel
-
-        hopper_kernel.forward(q, k, v, visit, scoring, into, before)
+        _hopper().forward(q, k, v, visit, scoring, into, before)
     else:
         _forward(q, k, v, visit, scoring, into, before)
 
@@ -840,9 +846,7 @@ def start_backward(
     """What the visits of a backward pass share. As `reference.start_backward`."""
     hopper = None
     if q.numel() and _kernel_of("backward", q, dout, scoring) == "hopper":
-        from . import hopper_kernel
-
-        hopper = hopper_kernel.start_backward(q, result, dout, dlse, scoring, with_dq=not deterministic)
+        hopper = _hopper().start_backward(q, result, dout, dlse, scoring, with_dq=not deterministic)
         if not deterministic:
             return hopper
     dq = torch.empty(q.shape, dtype=sums, device=q.device)
@@ -876,12 +880,10 @@ def backward(
         _backward_dq(q, k, v, dout, state, visit, scoring, first)
         _backward_dkv(q, k, v, dout, state, visit, scoring, take_dkv)
     else:
-        from . import hopper_kernel
-
         if isinstance(state, Ordered):
             _backward_dq(q, k, v, dout, state.portable, visit, scoring, first)
             state = state.hopper
-        hopper_kernel.backward(q, k, v, dout, state, visit, scoring, take_dkv)
+        _hopper().backward(k, v, state, visit, take_dkv)
 
 
 def finish_backward(state: State) -> Tensor:
@@ -890,9 +892,7 @@ def finish_backward(state: State) -> Tensor:
         state = state.portable
     if isinstance(state, Started):
         return state.dq.to(state.dtype)
-    from . import hopper_kernel
-
-    return hopper_kernel.finish_backward(state)
+    return _hopper().finish_backward(state)
 
 
 # Launchers of the portable kernels ----------------------------------------------------------------------------------

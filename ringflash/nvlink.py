@@ -23,7 +23,7 @@ call of the largest shapes in the others first.
 import os
 import socket
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -126,7 +126,7 @@ def _rendezvous(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 class _Seen:
-    """Memory that stays, and what was seen in it: views take the host longer to make than to find."""
+    """Memory that stays for a while, and what was seen in it: views take the host longer to make than to find."""
 
     def __init__(self):
         self.seen: dict[tuple[Any, ...], Any] = {}
@@ -137,7 +137,8 @@ class _Seen:
         if found is None:
             if len(self.seen) >= MOST_VIEWS:
                 self.seen.clear()
-            with torch.inference_mode(False):  # as in `_Link.buffer`
+            is_inference = torch.is_inference_mode_enabled()
+            with torch.inference_mode(False) if is_inference else nullcontext():  # as in `_Link.buffer`
                 found = self.seen[view, arguments] = view(self, *arguments)
         return found
 
@@ -152,6 +153,10 @@ class Flat(_Seen):
     def first(self, size: int) -> Tensor:
         """Its first elements."""
         return self.x[:size]
+
+    def parts(self, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """It in parts of these sizes."""
+        return self.x.split_with_sizes(sizes)
 
 
 class _Symmetric(_Seen):
@@ -328,16 +333,16 @@ class CopyEngine:
             fill(*shards.see(_Symmetric.cut, 1, size, dtype))
             shards.barrier(1)
 
-    def pull(self, into: Tensor, moves: Moves) -> _Moment:
+    def pull(self, into: Flat, moves: Moves) -> _Moment:
         """Fill a flat tensor with what was published, after what the current stream has been given."""
         with self.link.shards:
             self._pull(into, moves, self.link.buffers["shards"])
         return self.pulled()
 
-    def _pull(self, into: Tensor, moves: Moves, buffer: _Symmetric) -> None:
-        parts, sizes = into.split_with_sizes(moves.sizes), moves.sizes
+    def _pull(self, into: Flat, moves: Moves, buffer: _Symmetric) -> None:
+        sizes, dtype, parts = moves.sizes, into.x.dtype, into.see(Flat.parts, moves.sizes)
         for part, source, begin in moves.copies:
-            theirs = self.memory_of(source), into.dtype, begin, sizes[part]
+            theirs = self.memory_of(source), dtype, begin, sizes[part]
             self.copy(parts[part], buffer.see(_Symmetric.part, *theirs))
 
     def pulled(self) -> _Moment:
@@ -376,7 +381,7 @@ class CopyEngine:
             self._signal(source, to, channel + 1)  # nothing later here overwrites what `to` has yet to pull
         return copied
 
-    def pull_sums(self, into: Tensor, moves: Moves) -> _Moment:
+    def pull_sums(self, into: Flat, moves: Moves) -> _Moment:
         """Fill a flat tensor with sums out of every rank's buffer, once all ranks have made theirs."""
         side, sums = self.link.sums, self.link.buffers["sums"]
         with side:

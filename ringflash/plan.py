@@ -467,7 +467,7 @@ Kept = TypeVar("Kept", bound="Tensor | tuple[object, ...]")
 
 
 def keep_by_bytes(limit: int) -> Callable[[Callable[..., Kept]], Callable[..., Kept]]:
-    """As `lru_cache`, for tensors that may be large, or tuples with some: keeps `limit` bytes of results, and always
+    """As `lru_cache`, for tensors that may be large, or tuples of some: keeps `limit` bytes of results, and always
     the latest.
 
     A small one counts as 64 KiB, so that few are kept of those too.
@@ -478,16 +478,24 @@ def keep_by_bytes(limit: int) -> Callable[[Callable[..., Kept]], Callable[..., K
         lock = Lock()
         total = 0
 
+        def nbytes(result: object) -> int:
+            if isinstance(result, tuple):
+                return sum(map(nbytes, result))
+            return result.nbytes if isinstance(result, Tensor) else 0
+
         def cost(result: Kept) -> int:
-            members = result if isinstance(result, tuple) else (result,)
-            return max(sum(x.nbytes for x in members if isinstance(x, Tensor)), 2**16)
+            return max(nbytes(result), 2**16)
 
         @wraps(make)
         def cached(*key: Hashable) -> Kept:
             nonlocal total
+            try:
+                kept.move_to_end(key)
+                return kept[key]
+            except KeyError:  # not there, or no more: others may be at it
+                pass
             with lock:
                 if (found := kept.get(key)) is not None:
-                    kept.move_to_end(key)
                     return found
                 kept[key] = make(*key)
                 total += cost(kept[key])

@@ -38,31 +38,33 @@ class _Done:
 
 
 class ResidentTransport:
-    """A transport that moves nothing and hands out this device's own buffers, of the sizes that nvlink keeps."""
+    """A transport that moves nothing and hands out this device's own buffers, of the sizes that nvlink keeps, with the
+    views that it keeps."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.kept: dict[str, Tensor] = {}
+        self.kept: dict[str, Flat] = {}
         self.is_timed = False  # then also the places where groups land are kept, filled with random numbers
 
-    def _keep(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+    def _keep(self, name: str, size: int, dtype: torch.dtype) -> Flat:
+        """A flat tensor of that size or more."""
         old = self.kept.get(name)
-        if old is None or old.numel() < size or old.dtype != dtype:
-            self.kept[name] = torch.empty(size, dtype=dtype, device=self.device).normal_()
-        return self.kept[name][:size]
+        if old is None or old.x.numel() < size or old.x.dtype != dtype:
+            self.kept[name] = Flat(torch.empty(size, dtype=dtype, device=self.device).normal_())
+        return self.kept[name]
 
     @contextmanager
     def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
         self._keep("published", RowShape.of(k, v).size(max(plan.rows)), k.dtype)
         yield lambda group, into: _Done()
 
-    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Flat]:
         if self.is_timed:
             return [self._keep(f"place {turn} {dtype}", size, dtype) for turn, size in enumerate(sizes)]
-        return [torch.empty(size, dtype=dtype, device=self.device) for size in sizes]
+        return [Flat(torch.empty(size, dtype=dtype, device=self.device)) for size in sizes]
 
     def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
-        return [Flat(x) for x in self._keep("sums", count * size, dtype).view(count, size)]
+        return self._keep("sums", count * size, dtype).see(_cut, count, size)
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
         return _Done()
@@ -72,6 +74,10 @@ class ResidentTransport:
 
     def finish(self) -> None:
         pass
+
+
+def _cut(flat: Flat, count: int, size: int) -> list[Flat]:
+    return [Flat(x) for x in flat.x[: count * size].view(count, size)]
 
 
 class Loopback(NvlinkTransport):

@@ -175,9 +175,12 @@ def compile_hopper(
             function = BACKWARD_KERNEL if max(dim, v.shape[3]) <= 128 else WIDE_BACKWARD_KERNEL
             rows = torch.zeros(2, 4, 128)
             dq = None if without_dq else torch.zeros(2, 4, 1, 1)
-            state = hopper_kernel.Started(rows, rows, dq, 64, dim, v.shape[3], 0.1, 1.0, dtype)
+            q_kind, dout_kind = hopper_kernel.Kind.of(q), hopper_kernel.Kind.of(dout)
+            score = hopper_kernel._ScoreNumbers.of(scoring)
+            about = hopper_kernel._Pass(q_kind, dout_kind, not without_dq, score, q.device)
+            state = hopper_kernel.Started(about, q, dout, rows, rows, dq, head_words, False)
             dkv = k.to(sums), v.to(sums)
-            hopper_kernel.backward(q, k, v, dout, state, visit, scoring, lambda: Sums(*dkv, fresh=not accumulate))
+            hopper_kernel.backward(k, v, state, visit, lambda: Sums(*dkv, fresh=not accumulate))
     arguments = recorder.arguments
     options = {name: arguments.pop(name) for name in ("num_warps", "maxnreg")}
     assert set(arguments) == set(function.arg_names)

@@ -115,7 +115,7 @@ def test_a_call_under_the_full_mask_is_another_launch_than_one_that_has_a_table(
         q, k, v = (x.requires_grad_() for x in inputs[:3])
         torch.autograd.backward(flash_attention(q, k, v, causal=causal, backend="triton"), inputs.dout)
     assert hopper_kernel._forward_launch.cache_info().currsize == 2
-    assert hopper_kernel._backward_launches.cache_info().currsize == 2
+    assert hopper_kernel._launches_of_kinds.cache_info().currsize == 2
 
 
 WORDS = draw_head_words(2, 2, torch.Generator().manual_seed(7))
@@ -249,6 +249,34 @@ def test_a_backward_pass_takes_out_and_lse_at_any_address(monkeypatch):
     assert odd and not any(odd)
 
 
+def test_q_and_dout_at_odd_addresses_are_copied_once_a_pass():
+    q, k, v, dout, dlse = random_inputs(2, 64, 3, 64, dtype=torch.float16)
+    result = Partial(dout, torch.full_like(dlse, 12.0))
+    odd_q, odd_dout = (torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in (q, dout))
+    visit, results = plan.plan_one(Mask(right=0), 64, 64).own_visit, []
+    for tensors in ((q, dout), (odd_q, odd_dout)):
+        state = hopper_kernel.start_backward(tensors[0], result, tensors[1], None, Scoring(0.5), with_dq=True)
+        assert not launch.are_odd(state.q, state.dout)
+        sums = Sums(torch.empty_like(k), torch.empty_like(v), fresh=True)
+        hopper_kernel.backward(k, v, state, visit, lambda sums=sums: sums)
+        results.append((sums.dk, sums.dv, hopper_kernel.finish_backward(state)))
+    assert all(x.any() and torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_a_cuda_graph_of_a_backward_pass_keeps_its_tables(monkeypatch):
+    q, k, v, dout, dlse = random_inputs(1, 64, 2, 64, dtype=torch.float16)
+    result = Partial(dout, torch.full_like(dlse, 12.0))
+    visit = plan.plan_one(Mask(right=0), 64, 64).own_visit
+    sums = Sums(torch.empty_like(k), torch.empty_like(v), fresh=True)
+    kept: dict[int, object] = {}
+    monkeypatch.setattr(launch, "_in_graphs", kept)
+    for is_captured in (False, True):
+        monkeypatch.setattr(hopper_kernel, "is_captured", lambda device, answer=is_captured: answer)
+        state = hopper_kernel.start_backward(q, result, dout, None, Scoring(0.5), with_dq=True)
+        hopper_kernel.backward(k, v, state, visit, lambda: sums)
+        assert len(kept) == is_captured
+
+
 @pytest.mark.parametrize(("softcap", "dropout_p"), [(None, 0.0), (3.0, 0.5)])
 @pytest.mark.parametrize("has_dlse", [True, False])
 @pytest.mark.parametrize(("query_len", "dim"), [(1, 64), (200, 40), (128, 128), (130, 256)])
@@ -257,7 +285,8 @@ def test_a_pass_starts_with_rows_of_whole_tiles(query_len, dim, has_dlse, softca
     out, lse = torch.randn_like(dout), torch.randn_like(dlse)
     lse[1, 2, 0] = -inf
     strided = dlse.transpose(1, 2).contiguous().transpose(1, 2)
-    scoring = Scoring(0.5, softcap, dropout_p=dropout_p)
+    words = torch.ones(2, 3, dtype=torch.int32) if dropout_p else None
+    scoring = Scoring(0.5, softcap, dropout_p=dropout_p, head_words=words)
     dlse_given = strided if has_dlse else None
     state = hopper_kernel.start_backward(q, Partial(out, lse), dout, dlse_given, scoring, with_dq=True)
     rows = state.minus_lse.shape[2]

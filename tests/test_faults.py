@@ -164,8 +164,11 @@ def fail_everywhere() -> list[float]:
         raise MemoryError
 
     errors = []
-    for halved, function, visit in itertools.product((0, 2**40), ("forward", "backward"), (1, 3)):
-        with mock.patch.multiple(comm, HALVED_BYTES=halved, APART_BYTES=0, FIRST_BYTES=0):
+    round_the_ring = itertools.product([0], (0, 2**40), ("forward", "backward"), (1, 3))
+    straight_home = [(2**40, 0, "backward", 1), (2**40, 0, "backward", 2)]
+    for straight, halved, function, visit in (*round_the_ring, *straight_home):
+        bounds = {"STRAIGHT_BYTES": straight, "HALVED_BYTES": halved, "APART_BYTES": 0, "FIRST_BYTES": 0}
+        with mock.patch.multiple(comm, **bounds):
             with happening(function, visit, fail), pytest.raises(MemoryError):
                 ring_error(world())
             errors.append(ring_error(world()))

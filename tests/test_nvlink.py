@@ -152,11 +152,13 @@ def same_bits(seq_len: int, layout: str, **options: Any) -> bool:
 def all_same_bits(layout: str) -> list[bool]:
     lengths = (37, 48, max(dist.get_world_size() - 1, 1))
     results = []
-    sizes = (0, 0), (0, comm.APART_BYTES), (comm.HALVED_BYTES, 0)  # all shards in halves, others' alone, none
-    for (halved_bytes, apart_bytes), seq_len in product(sizes, lengths):
+    # all shards in halves, others' alone, none; sums that go round in these, and straight home
+    sizes = (0, 0, 0), (0, comm.APART_BYTES, 0), (comm.HALVED_BYTES, 0, 0), (0, 0, comm.STRAIGHT_BYTES)
+    for (halved_bytes, apart_bytes, straight_bytes), seq_len in product(sizes, lengths):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "HALVED_BYTES", halved_bytes)
             patch.setattr(comm, "APART_BYTES", apart_bytes)
+            patch.setattr(comm, "STRAIGHT_BYTES", straight_bytes)
             results += [same_bits(seq_len, layout, **mask) for mask in MASKS.values()]
     with nvlink_on_cpus():
         return [*results, release_buffers(world()) > 0, release_buffers(world()) == 0]
@@ -166,7 +168,7 @@ def all_same_bits(layout: str) -> list[bool]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_pulled_shards_give_the_bits_of_shards_that_are_passed_round(workers, world_size, layout):
     """Even and odd lengths, ranks without rows, halves; buffers that are kept, grow, and are given back."""
-    assert workers(world_size).run(all_same_bits, layout) == [[True] * 29] * world_size
+    assert workers(world_size).run(all_same_bits, layout) == [[True] * 38] * world_size
 
 
 def kept_views() -> tuple[bool, bool]:
@@ -218,6 +220,7 @@ def differing_random_problems(iterations: int, seed: int) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "HALVED_BYTES", order.choice([0, comm.HALVED_BYTES]))
             patch.setattr(comm, "APART_BYTES", order.choice([0, comm.APART_BYTES]))
+            patch.setattr(comm, "STRAIGHT_BYTES", order.choice([0, comm.STRAIGHT_BYTES]))
             patch.setattr(comm, "GROUP_BYTES", order.choice([0, 10_000, comm.GROUP_BYTES]))
             patch.setattr(comm, "FIRST_BYTES", order.choice([0, comm.FIRST_BYTES]))
             expected = attend(**options)

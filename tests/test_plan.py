@@ -13,8 +13,10 @@ from ringflash.layout import LAYOUTS, Run, Runs, layout_runs, runs_to_positions
 from ringflash.mask import Mask, area
 from ringflash.plan import (
     Group,
+    Piece,
     Plan,
     Visit,
+    go_straight,
     group_visits,
     keep_by_bytes,
     part_rows,
@@ -198,6 +200,27 @@ def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(
     for index, group in enumerate(split_visits(plan, 2, 2)):  # a part is about its own rows alone
         cut = part_rows(plan.rows[plan.source(group.last_step)], index % 2, 2)
         assert all(cut.start <= piece.begin <= piece.end <= cut.stop for piece in group.pieces)
+
+
+@given(layouts, masks_of_length(40), worlds, st.integers(0, 60))
+def test_what_ranks_send_straight_home_is_what_their_owners_receive(layout, drawn, world_size, most_rows):
+    seq_len, mask = drawn[0], Mask(**drawn[1])
+    balance = mask if layout == "balanced" else None
+    plans = [plan_ring(mask, layout, seq_len, rank, world_size, balance) for rank in range(world_size)]
+    ways = [go_straight(plan, most_rows) for plan in plans]
+    if None in ways:
+        assert ways == [None] * world_size
+        return
+    for plan, way in zip(plans, ways, strict=True):
+        assert way is not None
+        (others, own), steps = way.groups, range(1, plan.hops + 1)
+        assert own.pieces == (Piece(0, 0, plan.rows[plan.rank], 0),) and own.visit == plan.own_visit
+        assert others.rows == sum(rows.stop - rows.start for rows in plan.needed[1:]) <= way.most_rows <= most_rows
+        assert sorted(others.pieces) == sorted(piece for pieces in way.sent for piece in pieces)
+        assert sum(piece.end - piece.begin for pieces in way.received for piece in pieces) <= most_rows
+        for step, sent in zip(steps, way.sent, strict=True):
+            owner = ways[plan.source(step)]
+            assert owner is not None and owner.received[step - 1] == sent and owner.theirs[step - 1] == others.rows
 
 
 def seen_keys(visit: Visit) -> list[int]:

@@ -137,6 +137,7 @@ def attend_in_pieces(
         patch.setattr(comm, "HALVED_BYTES", 0)
         patch.setattr(comm, "APART_BYTES", apart_bytes)
         patch.setattr(comm, "GROUP_BYTES", group_bytes)
+        patch.setattr(comm, "STRAIGHT_BYTES", 0)
         return attend_to_parts(problems, layout, **options)
 
 
