@@ -167,8 +167,7 @@ def fail_everywhere() -> list[float]:
     round_the_ring = itertools.product([0], (0, 2**40), ("forward", "backward"), (1, 3))
     straight_home = [(2**40, 0, "backward", 1), (2**40, 0, "backward", 2)]
     for straight, halved, function, visit in (*round_the_ring, *straight_home):
-        bounds = {"STRAIGHT_BYTES": straight, "HALVED_BYTES": halved, "APART_BYTES": 0, "FIRST_BYTES": 0}
-        with mock.patch.multiple(comm, **bounds):
+        with mock.patch.multiple(comm, STRAIGHT_BYTES=straight, HALVED_BYTES=halved, APART_BYTES=0, FIRST_BYTES=0):
             with happening(function, visit, fail), pytest.raises(MemoryError):
                 ring_error(world())
             errors.append(ring_error(world()))
