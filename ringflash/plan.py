@@ -16,7 +16,7 @@ whole mask: `first <= key row < last` (`Visit.seen_rows`), so whoever masks a ti
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, wraps
 from itertools import pairwise, product
 from threading import Lock
@@ -299,6 +299,9 @@ class Straight(NamedTuple):
     own shard. `sent[step - 1]` are the pieces of the first group that are of the shard of `step`;
     `received[step - 1]` are those of this rank's shard in the first group of the rank whose shard of `step` it is,
     which has `theirs[step - 1]` rows. No rank's first group has more than `most_rows`.
+
+    The first group's `last_step` is that of the plan, whatever it has: so all K and V have passed before sums move, on
+    every rank. NCCL does one exchange after the other, and ranks whose order differs would wait for each other.
     """
 
     groups: tuple[Group, Group]
@@ -324,7 +327,7 @@ def go_straight(plan: Plan, most_rows: int) -> Straight | None:
         group = _join(other, steps) if steps else Group(plan.hops, None, ())
         if group is None or len(group.pieces) > MOST_PIECES * len(steps):
             return None
-        firsts.append(group)
+        firsts.append(replace(group, last_step=plan.hops))
         for piece in group.pieces:
             received[other.source(piece.step)] += piece.end - piece.begin
     if max(received) > most_rows:

@@ -214,6 +214,7 @@ def test_what_ranks_send_straight_home_is_what_their_owners_receive(layout, draw
     for plan, way in zip(plans, ways, strict=True):
         assert way is not None
         (others, own), steps = way.groups, range(1, plan.hops + 1)
+        assert others.last_step == plan.hops
         assert own.pieces == (Piece(0, 0, plan.rows[plan.rank], 0),) and own.visit == plan.own_visit
         assert others.rows == sum(rows.stop - rows.start for rows in plan.needed[1:]) <= way.most_rows <= most_rows
         assert sorted(others.pieces) == sorted(piece for pieces in way.sent for piece in pieces)

@@ -5,7 +5,9 @@ The functions that run in the workers come first: each takes whole inputs, atten
 
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -355,14 +357,28 @@ def test_keys_and_values_travel_in_one_message_and_unrepeated(workers):
 # Memory of tensors ------------------------------------------------------------------------------------------------
 
 
-def attend_with_nccls_messages(whole: Inputs, layout: str) -> bool:
-    """Is the result the same, to the bit, when messages are sent as `NcclTransport` sends them: batched, untagged?"""
+class InOrder(comm.NcclTransport):
+    """Batches of messages, one after the other, as they are on NCCL's stream."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, stream: Executor):
+        super().__init__(group, device)
+        self.stream = stream
+
+    def exchange(self, *args: Any, **kwargs: Any) -> Any:
+        exchange = super().exchange
+        done = self.stream.submit(lambda: exchange(*args, **kwargs).wait())
+        return SimpleNamespace(wait=done.result)
+
+
+def attend_with_nccls_messages(whole: Inputs, layout: str, **options: Any) -> bool:
+    """Is the result the same, to the bit, when messages go as those of `NcclTransport` do: batched, untagged, a batch
+    after the one before it has arrived?"""
     held = held_here(layout, whole.q.shape[1])
-    options = {"seq_len": whole.q.shape[1], "layout": layout, "causal": True}
+    options |= {"seq_len": whole.q.shape[1], "layout": layout, "causal": True}
     by_gloo = attend_here(local_part(whole, held), **options)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as stream:
         patch.setattr(comm, "GlooTransport", None)
-        patch.setattr(comm, "make_transport", lambda name, group, device: comm.NcclTransport(group, device))
+        patch.setattr(comm, "make_transport", lambda name, group, device: InOrder(group, device, stream))
         by_nccl = attend_here(local_part(whole, held), **options)
     return all(map(torch.equal, by_gloo, by_nccl))
 
@@ -373,6 +389,8 @@ def test_the_nccl_transports_messages_match_up_without_tags(workers, world_size,
     # NCCL itself wants a GPU a rank. Gloo takes the same batches, and matches untagged messages in their order too.
     whole = Problem(2, 37, 4, kv_heads=2).inputs()
     assert workers(world_size).run(attend_with_nccls_messages, whole, layout) == [True] * world_size
+    some = {"window": (2, None)}  # the sums go straight home, and not all ranks see the shard of the last step
+    assert workers(world_size).run(attend_with_nccls_messages, whole, layout, **some) == [True] * world_size
     short = Problem(1, world_size - 1, 2).inputs()  # a rank without rows sends nothing
     assert workers(world_size).run(attend_with_nccls_messages, short, layout) == [True] * world_size
 
