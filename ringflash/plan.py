@@ -180,24 +180,29 @@ def plan_ring(
 
     `layout_mask` is the mask that the layout goes by, where it does.
     """
-    shards = [layout_runs(layout, seq_len, world_size, r, layout_mask) for r in range(world_size)]
-
-    def visit(rank: int, step: int) -> Visit:
-        return Visit(shards[rank], shards[source_rank(rank, step, world_size)], mask)
-
-    hops = world_size - 1
-    while hops > 0 and all(visit(r, hops).is_empty for r in range(world_size)):
-        hops -= 1
-    visits: list[Visit | None] = [visit(rank, 0)]
+    shards = tuple(layout_runs(layout, seq_len, world_size, r, layout_mask) for r in range(world_size))
+    visits: list[Visit | None] = [_whole_visit(shards, rank, 0, mask)]
     needed = [slice(0, count_rows(shards[rank]))]
-    for step in range(1, hops + 1):
-        whole = visit(rank, step)
+    for step in range(1, _count_hops(shards, mask) + 1):
+        whole = _whole_visit(shards, rank, step, mask)
         begin, end = (0, 0) if whole.is_empty else whole.seen_keys
         visits.append(None if whole.is_empty else Visit(whole.queries, cut_runs(whole.keys, begin, end), mask))
         needed.append(slice(begin, end))
     rows = tuple(count_rows(runs) for runs in shards)
     plan_of = partial(_plan_of, mask, layout, seq_len, world_size, layout_mask)
     return Plan(rank, rows, tuple(visits), tuple(needed), plan_of)
+
+
+def _whole_visit(shards: tuple[Runs, ...], rank: int, step: int, mask: Mask) -> Visit:
+    return Visit(shards[rank], shards[source_rank(rank, step, len(shards))], mask)
+
+
+@lru_cache(maxsize=256)  # once for the plans of all ranks
+def _count_hops(shards: tuple[Runs, ...], mask: Mask) -> int:
+    """The last step at which any rank sees anything."""
+    ranks = range(len(shards))
+    steps = (step for step in reversed(ranks) if not all(_whole_visit(shards, r, step, mask).is_empty for r in ranks))
+    return next(steps, 0)
 
 
 def _plan_of(mask: Mask, layout: str, seq_len: int, world_size: int, layout_mask: Mask | None, rank: int) -> Plan:
@@ -500,11 +505,11 @@ def keep_by_bytes(limit: int) -> Callable[[Callable[..., Kept]], Callable[..., K
             with lock:
                 if (found := kept.get(key)) is not None:
                     return found
-                kept[key] = make(*key)
-                total += cost(kept[key])
+                made = kept[key] = make(*key)
+                total += cost(made)
                 while total > limit and len(kept) > 1:
                     total -= cost(kept.popitem(last=False)[1])
-                return kept[key]
+                return made
 
         return cached
 
@@ -538,7 +543,10 @@ def _seen_from(visit: Visit, position: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=4096)
 def _sees_any(visit: Visit) -> bool:
-    """Does any query see any key? Rows far apart are asked first, then those between two that leave it open."""
+    """Does any query see any key? Runs are asked first, then rows far apart, then those between two that leave it
+    open."""
+    if not any(_reaches(visit.keys, begin, end) for begin, end in _reach(visit.queries, visit.mask)):
+        return False
     n_q = count_rows(visit.queries)
     stride = max(math.isqrt(n_q), 1)
     rows = torch.arange(0, n_q, stride, device="cpu")
@@ -550,3 +558,16 @@ def _sees_any(visit: Visit) -> bool:
     between = (rows[end_of_next > begin, None] + torch.arange(stride + 1, device="cpu")).clamp(max=n_q - 1).flatten()
     begin, end = _seen_from(visit, positions_of(visit.queries, between))
     return bool((end > begin).any())
+
+
+@lru_cache(maxsize=256)
+def _reach(queries: Runs, mask: Mask) -> list[tuple[int, int]]:
+    """For each run of queries, the positions `[begin, end)` that all keys lie in that any of them sees."""
+    ends = torch.tensor([(run.start, run.start + run.step * (run.length - 1)) for run in queries], device="cpu")
+    first, last = ends.reshape(-1, 2).unbind(1)
+    return list(zip(mask.first(first).tolist(), mask.last(last).tolist(), strict=True))
+
+
+def _reaches(keys: Runs, begin: int, end: int) -> bool:
+    """May one of the keys be at a position in `[begin, end)`?"""
+    return any(run.start < end and begin < run.start + run.step * run.length for run in keys)

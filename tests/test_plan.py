@@ -1,5 +1,6 @@
 """The plan against brute force over every pair of a query and a key."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from test_mask import mask_options, masks_of_length
 from torch import Tensor
 
+from ringflash import plan as plan_module
 from ringflash.layout import LAYOUTS, Run, Runs, layout_runs, runs_to_positions
 from ringflash.mask import Mask, area
 from ringflash.plan import (
@@ -224,6 +226,15 @@ def test_what_ranks_send_straight_home_is_what_their_owners_receive(layout, draw
             assert owner is not None and owner.received[step - 1] == sent and owner.theirs[step - 1] == others.rows
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_plans_of_many_ranks_look_at_the_rows_of_few_pairs(layout, monkeypatch):
+    looked, seen_from = [], plan_module._seen_from
+    monkeypatch.setattr(plan_module, "_seen_from", lambda *args: looked.append(args) or seen_from(*args))
+    mask = Mask(causal=True, cu_seqlens=[*range(0, 64 * 64, 33), 64 * 64])
+    assert go_straight(plan_ring(mask, layout, 64 * 64, 3, 64), 2 * 64) is not None
+    assert len(looked) < 10 * 64
+
+
 def seen_keys(visit: Visit) -> list[int]:
     return runs_to_positions(visit.keys)[pairs_seen(visit.queries, visit.keys, visit.mask).any(0)].tolist()
 
@@ -321,6 +332,24 @@ def test_tables_are_kept_up_to_a_number_of_bytes_the_latest_used_longest():
     table("small 1", 1)
     table("small 0", 1)
     assert made[5:] == [*(f"small {index}" for index in range(17)), "small 0"]
+
+
+def test_a_table_that_goes_while_it_is_made_is_returned_all_the_same():
+    class Looked(torch.Tensor):
+        """Whoever asks for its size, another thread takes the table before it meanwhile."""
+
+        @property
+        def nbytes(self) -> int:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(table, "before").result()
+            return 2**21
+
+    @keep_by_bytes(2**20)
+    def table(name: str) -> Tensor:
+        return torch.zeros(2**18).as_subclass(torch.Tensor if name == "before" else Looked)
+
+    table("before")
+    assert len(table("made")) == 2**18
 
 
 def test_tables_kept_together_count_together():
