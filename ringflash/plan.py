@@ -39,6 +39,7 @@ from .layout import (
 from .mask import Mask
 
 GROWTH = 3  # how many times as many shards as the group before a group may have
+HOLE = 128  # rows of a shard that nobody here sees between others, for which those are pieces of their own
 MOST_PIECES = 4  # of a shard in a group, each of which is a copy
 TABLE_BYTES = 2**27  # of row tables kept at most, on the host and on a device each
 
@@ -93,6 +94,15 @@ class Visit:
         rows = (last > first).nonzero()[:, 0]
         return (int(first[rows[0]]), int(last[rows[-1]])) if len(rows) else (0, 0)
 
+    def seen_parts(self, hole: int) -> list[tuple[int, int]]:
+        """The key rows `[begin, end)` that queries see, in parts between which `hole` rows or more are not seen."""
+        first, last = row_ranges(self)
+        sees = last > first
+        begins, ends = first[sees], last[sees]
+        cuts = (begins[1:] - ends[:-1] >= hole).nonzero()[:, 0]
+        starts, stops = [0, *(cuts + 1).tolist()], [*cuts.tolist(), -1]
+        return [(int(begins[i]), int(ends[j])) for i, j in zip(starts, stops, strict=True)] if len(begins) else []
+
     @property
     def is_empty(self) -> bool:
         """Does no query here see any key?"""
@@ -110,7 +120,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """What is attended to in one launch: the visible rows of a shard, of a half of one, or of several shards.
+    """What is attended to in one launch: the visible rows of a shard, of a half of one, or of several shards, without
+    large holes.
 
     The keys of `visit` are the `pieces`, one after the other and in ascending order of position, whichever shards they
     are of: a visit as any other. Without a visit there are no pieces. `last_step` is the step of the last shard.
@@ -276,11 +287,13 @@ def _join(plan: Plan, steps: list[int]) -> Group | None:
     """The shards of these steps in one group, or `None` where their positions interleave."""
     found: list[tuple[Run, int, int]] = []  # a run of keys, its step, its first row in the shard
     for step in steps:
-        visit, row = plan.visits[step], plan.needed[step].start
+        visit = plan.visits[step]
         assert visit is not None
-        for run in visit.keys:
-            found.append((run, step, row))
-            row += run.length
+        for begin, end in visit.seen_parts(HOLE) if step > 0 else [(0, count_rows(visit.keys))]:
+            row = plan.needed[step].start + begin
+            for run in cut_runs(visit.keys, begin, end):
+                found.append((run, step, row))
+                row += run.length
     keys: list[Run] = []
     pieces: list[Piece] = []
     for run, step, row in sorted(found):
@@ -326,11 +339,9 @@ def go_straight(plan: Plan, most_rows: int) -> Straight | None:
     received = [0] * plan.world_size  # rows, by rank
     for rank in range(plan.world_size):
         other = plan.plan_of(rank)
-        if sum(rows.stop - rows.start for rows in other.needed[1:]) > most_rows:
-            return None
         steps = [step for step, visit in enumerate(other.visits) if step > 0 and visit is not None]
         group = _join(other, steps) if steps else Group(plan.hops, None, ())
-        if group is None or len(group.pieces) > MOST_PIECES * len(steps):
+        if group is None or group.rows > most_rows or len(group.pieces) > MOST_PIECES * len(steps):
             return None
         firsts.append(replace(group, last_step=plan.hops))
         for piece in group.pieces:

@@ -30,7 +30,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ringflash import Mask, comm, flash_attention, positions, ring_attention, shard, unshard
+from ringflash import Mask, comm, flash_attention, plan, positions, ring_attention, shard, unshard
 from ringflash.testing import Inputs, Workers, random_inputs, relative_error
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
@@ -154,6 +154,25 @@ def test_halves_and_small_groups_match_dense_attention(workers, world_size, layo
         for problem, *parts in zip(problems, *by_rank, strict=True):
             actual = assemble(parts, all_held(layout, problem.seq_len, world_size))
             assert_close(actual, dense_result(problem, mask), FP32_BOUND, (mask, problem))
+
+
+def attend_around_holes(problems: list[Problem], layout: str, **options) -> list[Attention]:
+    """Of a shard the rows that are seen, and none between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "HOLE", 1)
+        return attend_to_parts(problems, layout, **options)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_shards_seen_in_parts_match_dense_attention(workers, world_size, layout):
+    """Documents that end in the middle of shards: sums go straight home, from several places of a shard."""
+    for causal in (False, True):
+        problem = Problem(2, 67, heads=4, kv_heads=2, v_head_dim=24, seed=int(causal))
+        options: Any = {"mask": Mask(causal=causal, cu_seqlens=[0, 20, 23, 50, 67])}
+        parts = [of[0] for of in workers(world_size).run(attend_around_holes, [problem], layout, **options)]
+        actual = assemble(parts, all_held(layout, 67, world_size))
+        assert_close(actual, dense(problem.inputs(), **options), FP32_BOUND, causal)
 
 
 @pytest.mark.parametrize("window", [(0, 0), (3, None), (-1, 4), (2, 30), (100, 0)])
