@@ -41,7 +41,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
-from itertools import product
+from itertools import chain, islice, product
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -63,7 +63,7 @@ ABSENT_SECONDS = 0.5  # that a rank whose call failed waits to hear who else's d
 HALVED_BYTES = 2**26  # sums of a shard that travel in halves: see Note [Halves]
 APART_BYTES = 2**27  # most sums of the own shard that lie apart: see Note [dK and dV come home last]
 STRAIGHT_BYTES = 2**28  # most sums of others that go straight home: see Note [Straight home]
-STRAIGHT_SHARDS = 2  # and that in shards: to add more to the own sums costs as much as it spares
+STRAIGHT_SHARDS = 2  # most of them in shards: to add more to the own sums costs as much as it spares
 
 
 class Pending(Protocol):
@@ -770,12 +770,13 @@ class Ways(NamedTuple):
 
     `legs[step - 1]` is `(to, source, sent, received)`: the rank that gets the pieces `sent`, each `(begin, size)` in
     this rank's buffer, and the one that `received` elements come from. `moves` is what comes as copies out of the
-    others' buffers. `added` says what comes, in order: dK or dV (0 or 1), and the rows `[begin, end)` of the own shard.
+    others' buffers. `added[step - 1]` says what comes, in order: dK or dV (0 or 1), and the rows `[begin, end)`
+    of the own shard, none of them twice.
     """
 
     legs: tuple[tuple[int, int, tuple[tuple[int, int], ...], int], ...]
     moves: Moves
-    added: tuple[tuple[int, int, int], ...]
+    added: tuple[tuple[tuple[int, int, int], ...], ...]
 
     @property
     def size(self) -> int:
@@ -788,13 +789,13 @@ def _ways_home(plan: Plan, straight: Straight, shape: RowShape) -> Ways:
     legs: list[tuple[int, int, tuple[tuple[int, int], ...], int]] = []
     copies: list[tuple[int, int, int]] = []
     sizes: list[int] = []
-    added: list[tuple[int, int, int]] = []
+    added: list[tuple[tuple[int, int, int], ...]] = []
     for step, (sent, received, their_rows) in enumerate(zip(*straight[1:4], strict=True), start=1):
         to, source = plan.source(step), plan.source(-step)
         ranges = _ranges(received, their_rows, shape)
         copies += [(len(sizes) + i, source, begin) for i, (begin, _) in enumerate(ranges)]
         sizes += [size for _, size in ranges]
-        added += [(which, piece.begin, piece.end) for which in (0, 1) for piece in received]
+        added.append(tuple((which, piece.begin, piece.end) for which in (0, 1) for piece in received))
         sent = tuple(_ranges(sent, straight.groups[0].rows, shape))
         legs.append((to, source, sent, sum(size for _, size in ranges)))
     return Ways(tuple(legs), Moves(tuple(sizes), tuple(copies)), tuple(added))
@@ -850,8 +851,9 @@ class StraightGradients:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
         assert self.transport is not None
         _await(self.pending, "dK and dV, come home")
-        for (which, begin, end), come in zip(self.ways.added, self._come(), strict=True):
-            self.own[which][:, begin:end] += come
+        come = self._come()
+        for added in filter(None, self.ways.added):  # each in one launch, of rows apart from each other
+            torch._foreach_add_([self.own[i][:, begin:end] for i, begin, end in added], list(islice(come, len(added))))
         self.transport.finish()
         dk, dv = (x.to(like.dtype) for x, like in zip(self.own, self.like, strict=True))
         return dk, dv
@@ -860,7 +862,7 @@ class StraightGradients:
         """What came, `(b, rows, g, d)` each."""
         batches, heads, *dims = self.theirs.shape
         at = 0
-        for which, begin, end in self.ways.added:
+        for which, begin, end in chain.from_iterable(self.ways.added):
             shape = batches, end - begin, heads, dims[which]
             yield self.come[at : at + math.prod(shape)].view(shape)
             at += math.prod(shape)
