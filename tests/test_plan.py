@@ -358,7 +358,7 @@ def test_a_table_that_goes_while_it_is_made_is_returned_all_the_same():
         """Whoever asks for its size, another thread takes the table before it meanwhile."""
 
         @property
-        def nbytes(self) -> int:
+        def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
             with ThreadPoolExecutor(1) as other:
                 other.submit(table, "before").result()
             return 2**21
