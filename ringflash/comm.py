@@ -102,7 +102,11 @@ class Transport(Protocol):
         ...
 
     def finish(self) -> None:
-        """All exchanges of a pass are behind: what was sent may be overwritten, by what comes on the current stream."""
+        """All exchanges of a pass are behind: what was sent may be overwritten, by what comes on the current stream.
+
+        After an error too, before memory goes that something under way reads or writes. (A group of gloo is lost if
+        that is given up, even where every rank meets the same error, runs out of memory for one, and would go on.)
+        """
 
 
 @contextmanager
@@ -154,9 +158,7 @@ class _Messages(Transport):
         self.under_way = [*(x for x in self.under_way if x.works), _Works(self.group, works)]
         return self.under_way[-1]
 
-    def settle(self) -> None:
-        """After an error: wait for what is under way. A group of gloo is lost if that is given up, even where every
-        rank meets the same error, runs out of memory for one, and would go on."""
+    def finish(self) -> None:
         with suppress(RuntimeError):  # a peer is gone: what happened first says more
             for works in self.under_way:
                 works.wait()
@@ -175,7 +177,7 @@ class _Messages(Transport):
                 while passing.step < plan.hops:  # the others have yet to see what is here
                     passing.go_on()
         except BaseException:  # GeneratorExit where it was a visit that failed
-            self.settle()
+            self.finish()
             raise
         finally:
             passing.join()
@@ -194,9 +196,6 @@ class _Messages(Transport):
             received += size
             collecting.under_way.append((self.exchange(send, receive, to, source, tag=step), send, source))
         return collecting
-
-    def finish(self) -> None:
-        pass
 
 
 class _Collecting(Pending):

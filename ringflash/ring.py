@@ -127,14 +127,19 @@ def ring_backward(
         return backend.finish_backward(state), own.dk, own.dv, dsinks
     gradients = comm.gradients(plan, k, v, sums, transport)
     first = True
-    for index, visit, k_here, v_here in comm.visits(plan, gradients.groups, k, v, transport):
-        gradients.arrive(index)
-        if visit is None:
-            gradients.take()
-            continue
-        backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=gradients.take, first=first)
-        first = False
-        del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
-    dq = backend.finish_backward(state)
-    del state  # and the sum of dQ goes, before dk and dv are made
-    return dq, *gradients.home(), dsinks
+    try:
+        for index, visit, k_here, v_here in comm.visits(plan, gradients.groups, k, v, transport):
+            gradients.arrive(index)
+            if visit is None:
+                gradients.take()
+                continue
+            backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=gradients.take, first=first)
+            first = False
+            del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
+        dq = backend.finish_backward(state)
+        del state  # and the sum of dQ goes, before dk and dv are made
+        return dq, *gradients.home(), dsinks
+    except BaseException:
+        if transport is not None:
+            transport.finish()  # dK and dV may be under way
+        raise

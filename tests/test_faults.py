@@ -54,16 +54,16 @@ def ring_error(group: dist.ProcessGroup, transport: str = "gloo", device: str = 
 
 @contextmanager
 def happening(function: str, visit: int, event: Callable[[], None]) -> Iterator[None]:
-    """`event` takes place in the visit of that number by the backend's `forward` or `backward`."""
+    """`event` takes place in the call of that number of the backend's function: of a visit, or the last of a pass."""
     visits, backend_of = itertools.count(1), ops._backend
 
     def backend_with_event(*key: Any):
         backend = backend_of(*key)
 
-        def visiting(*args: Any, **options: Any) -> None:
+        def visiting(*args: Any, **options: Any) -> Any:
             if next(visits) == visit:
                 event()
-            getattr(backend, function)(*args, **options)
+            return getattr(backend, function)(*args, **options)
 
         return backend._replace(**{function: visiting})
 
@@ -165,7 +165,8 @@ def fail_everywhere() -> list[float]:
 
     errors = []
     round_the_ring = itertools.product([0], (0, 2**40), ("forward", "backward"), (1, 3))
-    straight_home = [(2**40, 0, "backward", 1), (2**40, 0, "backward", 2)]
+    round_the_ring = [*round_the_ring, (0, 0, "finish_backward", 1)]
+    straight_home = [(2**40, 0, "backward", 1), (2**40, 0, "backward", 2), (2**40, 0, "finish_backward", 1)]
     for straight, halved, function, visit in (*round_the_ring, *straight_home):
         with mock.patch.multiple(comm, STRAIGHT_BYTES=straight, HALVED_BYTES=halved, APART_BYTES=0, FIRST_BYTES=0):
             with happening(function, visit, fail), pytest.raises(MemoryError):
