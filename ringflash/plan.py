@@ -339,6 +339,8 @@ def go_straight(plan: Plan, most_rows: int) -> Straight | None:
     received = [0] * plan.world_size  # rows, by rank
     for rank in range(plan.world_size):
         other = plan.plan_of(rank)
+        if sum(rows.stop - rows.start for rows in other.needed[1:]) > 2 * most_rows:  # with holes: soon found
+            return None
         steps = [step for step, visit in enumerate(other.visits) if step > 0 and visit is not None]
         group = _join(other, steps) if steps else Group(plan.hops, None, ())
         if group is None or group.rows > most_rows or len(group.pieces) > MOST_PIECES * len(steps):
