@@ -19,6 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, default=500, help="problems that tests/test_properties.py tries")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of cases that several processes share (interpreted.py), this one's."""
+    part, parts = map(int, os.environ.get("CASES", "0 1").split())
+    items[:] = items[part::parts]
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], Workers]]:
     """`workers(world_size)`: that many gloo processes, started once for all tests."""

@@ -1,9 +1,6 @@
 """The Hopper kernels without a GPU: which passes take them, what is around them, and what they compile to."""
 
 import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -15,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
 from compile_kernels import Compiled, compile_hopper
+from interpreted import run_cases
 
 from ringflash import local_kernel
 from ringflash.hopper_kernel import (
@@ -28,16 +26,12 @@ from ringflash.hopper_kernel import (
 from ringflash.local_kernel import kernel_of
 from ringflash.score import Scoring
 
-CASES = Path(__file__).with_name("hopper_cases.py")
 SHARED_BYTES = 232_448
 HALF = [torch.float16, torch.bfloat16]
 
 
 def test_hopper_passes_match_dense_attention_with_doubles_of_the_gluon_kernels():
-    # In a process of its own: triton decides when a kernel is defined whether it will be interpreted.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_cases(Path(__file__).with_name("hopper_cases.py"))
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -1,9 +1,6 @@
 """The Triton kernels without a GPU: in the interpreter, and compiled for GPUs that are not here."""
 
 import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
@@ -16,26 +13,18 @@ import torch
 triton = pytest.importorskip("triton", reason="triton is not installed (it exists for Linux only)")
 
 from compile_kernels import KERNELS, Compiled, compile_kernel  # noqa: E402
+from interpreted import run_cases  # noqa: E402
 
 from ringflash import launch  # noqa: E402
 from ringflash.launch import LONGEST_SUM, launches_of, to_device  # noqa: E402
 from ringflash.local_kernel import choose_tiles  # noqa: E402
 
-CASES = Path(__file__).with_name("interpreter_cases.py")
 SHARED_BYTES = {80: 101_376, 90: 232_448, 100: 232_448}  # what one program may use; sm_86 and sm_89 have sm_80's tiles
 
 
 @pytest.mark.timeout(600)
 def test_kernels_match_dense_attention_in_the_interpreter():
-    # In processes of their own: triton decides when a kernel is defined whether it will be interpreted.
-    half = "in_every_layout or dtypes_heads or cap_scores"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES), "-k"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    halves = [subprocess.Popen([*command, which], env=environment, **pipes) for which in (half, f"not ({half})")]
-    for process in halves:
-        output, _ = process.communicate()
-        assert process.returncode == 0, output
+    run_cases(Path(__file__).with_name("interpreter_cases.py"))
 
 
 # kernel, dtype, head dim, compute capability, options of compile_kernel
