@@ -22,6 +22,8 @@ memory:
 with axes of length 1 for batch and head, as descriptors have them. `stage` is where a tile lies, `phase` which of its
 uses a barrier counts, 0 or 1; `before` and `phase_before` are those of the tile before. `tiles` are the tiles of keys
 that a block sees, `(first, full_first, full_stop, stop)`: all but those in `[full_first, full_stop)` need the mask.
+Tables in global memory: `blocks` (n_blocks, 6), see `_load_block`; `seen` (2, n_q), the first key row that each query
+sees and the one past its last, or None: all; `schedule`, see `hopper_kernel._schedule`, or None: in turns.
 
 Softcap and dropout are there where `cap_scale` and `words` are: see `_cap` and `_drop`. `words` are of the query rows,
 and after them of the key rows. Scores are BOUNDED where a cap keeps `exp2` of any within what V's dtype holds: see

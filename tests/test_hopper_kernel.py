@@ -128,13 +128,16 @@ WIDE: list[Variant] = [
     ("backward", torch.float16, 192, 128, (("accumulate", True),)),
     ("backward", torch.bfloat16, 160, 256, (("accumulate", True), ("full", True), ("without_dq", True))),
 ]
+DROPPING: list[Variant] = [
+    ("backward", torch.bfloat16, 64, 64, (("dropout", True), ("accumulate", True))),
+    ("backward", torch.float16, 128, 128, (("softcap", True), ("dropout", True), ("without_dq", True))),
+    ("forward", torch.bfloat16, 64, 64, (("dropout", True),)),
+]
 OTHERS: list[Variant] = [
     ("forward", torch.bfloat16, 256, 256, (("accumulate", True),)),
     ("forward", torch.bfloat16, 256, 256, LAST),
     ("forward", torch.bfloat16, 192, 128, ()),
-    ("backward", torch.bfloat16, 64, 64, (("dropout", True), ("accumulate", True))),
-    ("backward", torch.float16, 128, 128, (("softcap", True), ("dropout", True), ("without_dq", True))),
-    ("forward", torch.bfloat16, 64, 64, (("dropout", True),)),
+    *DROPPING,
     *WIDE,
 ]
 
@@ -172,6 +175,12 @@ def test_kernels_use_wgmma_and_tma_and_fit_in_shared_memory(variant, code):
 @pytest.mark.parametrize("variant", TUNED, ids=describe)
 def test_nothing_is_spilled_up_to_head_dim_128(variant, code):
     assert code(variant).spilled_bytes == 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", DROPPING, ids=describe)
+def test_dropout_spills_ten_scalars_at_most_where_it_spills(variant, code):
+    assert code(variant).spilled_bytes <= 40
 
 
 @pytest.mark.timeout(600)
