@@ -28,10 +28,13 @@ whole, as two launches of half a causal shard take 1.25 times as long as one of 
 apart, and then also that of the only other rank.
 
 Note [Straight home]. Under documents or a window a rank sees little of the others, of some of them nothing, and sums
-that go round would stop at every rank in between. And few keys don't occupy a GPU. So where what any rank sees of all
-the others is little, STRAIGHT_SHARDS and STRAIGHT_BYTES of sums at most, it is attended to in one launch, the first.
-Its sums go to the ranks whose shards they are of while the own shard is attended to, and are added to the own ones, in
-the order of steps. The rule is about the plans of all ranks, so it is one for all.
+that go round would stop at every rank in between. And few keys don't occupy a GPU, nor does the host keep up with many
+short launches. So where what any rank sees of all the others is little (STRAIGHT_SHARDS and STRAIGHT_BYTES of sums at
+most), it is attended to in one launch, the first. And where shards are small (LAP_SHARDS in LAP_BYTES of sums), and no
+documents make a new plan with every batch, it is in laps: a launch for as many shards as LAP_BYTES hold. Sums of a lap go
+to the ranks whose shards they are of while the next lap is attended to, or the own shard; what came is added to the own
+sums, in the order of steps. One buffer is added to while another is sent. The rule is about the plans of all ranks, so
+it is one for all.
 """
 
 import logging
@@ -41,7 +44,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
-from itertools import chain, islice, product
+from itertools import groupby, product
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -51,7 +54,7 @@ from torch import Tensor
 
 from .merge import Sums
 from .nvlink import CopyEngine, Flat, Moves, Place, find_obstacle
-from .plan import Group, Piece, Plan, Straight, Visit, go_straight, group_visits, part_rows, split_visits
+from .plan import Group, Lap, Piece, Plan, Straight, Visit, go_straight, group_visits, part_rows, split_visits
 from .span import span
 
 logger = logging.getLogger("ringflash")
@@ -64,6 +67,8 @@ HALVED_BYTES = 2**26  # sums of a shard that travel in halves: see Note [Halves]
 APART_BYTES = 2**27  # most sums of the own shard that lie apart: see Note [dK and dV come home last]
 STRAIGHT_BYTES = 2**28  # most sums of others that go straight home: see Note [Straight home]
 STRAIGHT_SHARDS = 2  # most of them in shards: to add more to the own sums costs as much as it spares
+LAP_BYTES = 2**26  # most sums of a lap
+LAP_SHARDS = 4  # of so many shards or more
 
 
 class Pending(Protocol):
@@ -87,7 +92,7 @@ class Transport(Protocol):
         ...
 
     def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
-        """Flat tensors of `size` elements that `exchange` takes, or one that `collect` does; good until `finish`."""
+        """Flat tensors of `size` elements that `exchange` and `collect` take; good until `finish`."""
         ...
 
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
@@ -98,7 +103,10 @@ class Transport(Protocol):
         ...
 
     def collect(self, sums: Flat, ways: "Ways", into: Tensor) -> Pending:
-        """Start to bring what other ranks have summed for this one, and to send what this one has in `sums`."""
+        """Start to bring what other ranks have summed for this one, and to send what this one has in `sums`.
+
+        Once it was waited for, `sums` may be overwritten.
+        """
         ...
 
     def finish(self) -> None:
@@ -190,11 +198,11 @@ class _Messages(Transport):
 
     def collect(self, sums: Flat, ways: "Ways", into: Tensor) -> Pending:
         collecting, received = _Collecting(), 0
-        for step, (to, source, sent, size) in enumerate(ways.legs, start=1):
+        for to, source, sent, size in ways.legs:
             send = torch.cat([sums.x[begin : begin + length] for begin, length in sent] or [sums.x[:0]])
             receive = into[received : received + size]
             received += size
-            collecting.under_way.append((self.exchange(send, receive, to, source, tag=step), send, source))
+            collecting.under_way.append((self.exchange(send, receive, to, source, tag=1), send, source))
         return collecting
 
 
@@ -337,6 +345,10 @@ class RowShape(NamedTuple):
     def of(k: Tensor, v: Tensor) -> "RowShape":
         batches, _, heads, k_dim = k.shape
         return RowShape(batches, heads, k_dim, v.shape[3])
+
+    def head(self, which: int) -> tuple[int, int]:
+        """Heads, and the head dim of K (0) or V (1)."""
+        return self.heads, (self.k_dim, self.v_dim)[which]
 
     @property
     def row(self) -> int:
@@ -560,7 +572,7 @@ class NvlinkTransport(CopyEngine):
                 self.pulled().wait()
 
     def collect(self, sums: Flat, ways: "Ways", into: Tensor) -> Pending:
-        return self.pull_sums(Flat(into), ways.moves)
+        return self.pull_sums(sums, Flat(into), ways.moves)
 
 
 class _Passing:
@@ -783,19 +795,18 @@ class Ways(NamedTuple):
         return sum(self.moves.sizes)
 
 
-@lru_cache(maxsize=256)
-def _ways_home(plan: Plan, straight: Straight, shape: RowShape) -> Ways:
+@lru_cache(maxsize=1024)
+def _ways_home(lap: Lap, shape: RowShape) -> Ways:
     legs: list[tuple[int, int, tuple[tuple[int, int], ...], int]] = []
     copies: list[tuple[int, int, int]] = []
     sizes: list[int] = []
     added: list[tuple[tuple[int, int, int], ...]] = []
-    for step, (sent, received, their_rows) in enumerate(zip(*straight[1:4], strict=True), start=1):
-        to, source = plan.source(step), plan.source(-step)
+    for (to, source), sent, received, their_rows in zip(*lap[1:], strict=True):
         ranges = _ranges(received, their_rows, shape)
         copies += [(len(sizes) + i, source, begin) for i, (begin, _) in enumerate(ranges)]
         sizes += [size for _, size in ranges]
         added.append(tuple((which, piece.begin, piece.end) for which in (0, 1) for piece in received))
-        sent = tuple(_ranges(sent, straight.groups[0].rows, shape))
+        sent = tuple(_ranges(sent, lap.group.rows, shape))
         legs.append((to, source, sent, sum(size for _, size in ranges)))
     return Ways(tuple(legs), Moves(tuple(sizes), tuple(copies)), tuple(added))
 
@@ -819,52 +830,67 @@ class StraightGradients:
         self, plan: Plan, straight: Straight, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport | None
     ):
         self.plan, self.transport = plan, transport
-        self.groups, self.rows = straight.groups, straight.groups[0].rows
-        self.like, self.dtype, shape = (k, v), dtype, RowShape.of(k, v)
-        self.ways = _ways_home(plan, straight, shape)
+        self.laps, self.groups = straight.laps, straight.groups
+        self.like, self.dtype, self.shape = (k, v), dtype, RowShape.of(k, v)
         assert transport is not None
-        (sums,) = transport.buffers(1, shape.size(straight.most_rows), dtype)
-        self.theirs = Packed(sums, shape)
+        buffers = transport.buffers(min(len(self.laps), 2), self.shape.size(straight.most_rows), dtype)
+        self.buffers = [Packed(x, self.shape) for x in buffers]  # of this lap, and of the one before
+        self.on_the_way: deque[tuple[Pending, Ways, Tensor]] = deque()  # what comes in a lap, and where it lands
+        self.own: list[Tensor] | None = None
         self.index = 0
 
     def arrive(self, index: int) -> None:
-        """The sums of the group before this one go home."""
+        """The sums of the lap before this group go home."""
         self.index = index
-        if index > 0:
-            assert self.transport is not None
-            self.come = self.like[0].new_empty(self.ways.size, dtype=self.dtype)
-            with span("dK and dV go home"):
-                try:
-                    self.pending = self.transport.collect(self.theirs.buffer, self.ways, self.come)
-                except RuntimeError as error:
-                    raise _saying(error, "starting to bring dK and dV home") from error
+        if index == 0:
+            return
+        assert self.transport is not None
+        ways = _ways_home(self.laps[index - 1], self.shape)
+        come = self.like[0].new_empty(ways.size, dtype=self.dtype)
+        with span("dK and dV go home"):
+            try:
+                pending = self.transport.collect(self.buffers[0].buffer, ways, come)
+            except RuntimeError as error:
+                raise _saying(error, "starting to bring dK and dV home") from error
+        self.on_the_way.append((pending, ways, come))
+        self.buffers.reverse()
 
     def take(self) -> Sums:
         """Where the sums of this group go: of the rows that its visit is about."""
-        if self.index == 0:
-            return Sums(*self.theirs.views(0, self.rows, self.rows), fresh=True)
-        dk, dv = self.own = [x.new_empty(x.shape, dtype=self.dtype) for x in self.like]
-        return Sums(dk, dv, fresh=True)
+        if len(self.on_the_way) == 2:  # the older one went from the buffer that this lap takes
+            if self.own is None:
+                self.own = [x.new_zeros(x.shape, dtype=self.dtype) for x in self.like]
+            self._add(self.own)
+        if self.index < len(self.laps):
+            rows = self.groups[self.index].rows
+            return Sums(*self.buffers[0].views(0, rows, rows), fresh=True)
+        fresh = self.own is None
+        if self.own is None:
+            self.own = [x.new_empty(x.shape, dtype=self.dtype) for x in self.like]
+        return Sums(*self.own, fresh=fresh)
 
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
-        assert self.transport is not None
-        _await(self.pending, "dK and dV, come home")
-        come = self._come()
-        for added in filter(None, self.ways.added):  # each in one launch, of rows apart from each other
-            torch._foreach_add_([self.own[i][:, begin:end] for i, begin, end in added], list(islice(come, len(added))))
+        assert self.transport is not None and self.own is not None
+        while self.on_the_way:
+            self._add(self.own)
         self.transport.finish()
         dk, dv = (x.to(like.dtype) for x, like in zip(self.own, self.like, strict=True))
         return dk, dv
 
-    def _come(self) -> Iterator[Tensor]:
-        """What came, `(b, rows, g, d)` each."""
-        batches, heads, *dims = self.theirs.shape
-        at = 0
-        for which, begin, end in chain.from_iterable(self.ways.added):
-            shape = batches, end - begin, heads, dims[which]
-            yield self.come[at : at + math.prod(shape)].view(shape)
-            at += math.prod(shape)
+    def _add(self, own: list[Tensor]) -> None:
+        """Add what came in the oldest lap, in the order of steps: of rows apart from each other in one launch."""
+        pending, ways, come = self.on_the_way.popleft()
+        _await(pending, "dK and dV, come home")
+        for added, steps in groupby(filter(None, ways.added)):
+            count = len(list(steps))
+            shapes = [(self.shape.batches, end - begin, *self.shape.head(which)) for which, begin, end in added]
+            sizes = [math.prod(shape) for shape in shapes]
+            theirs, come = come.split_with_sizes((count * sum(sizes), come.numel() - count * sum(sizes)))
+            if count > 1:  # of the same rows
+                theirs = theirs.view(count, -1).sum(0)
+            parts = [x.view(shape) for x, shape in zip(theirs.split_with_sizes(sizes), shapes, strict=True)]
+            torch._foreach_add_([own[which][:, begin:end] for which, begin, end in added], parts)
 
 
 def gradients(
@@ -879,9 +905,16 @@ def gradients(
 
 def straight_of(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Straight | None:
     """How sums go straight home, where that is better: between two ranks they do anyway."""
+    if plan.hops < 2:
+        return None
     row_bytes = max(RowShape.of(k, v).size(1) * dtype.itemsize, 1)
-    most_rows = min(STRAIGHT_BYTES // row_bytes, STRAIGHT_SHARDS * plan.most_rows)
-    return go_straight(plan, most_rows) if plan.hops > 1 else None
+    straight = go_straight(plan, plan.hops, min(STRAIGHT_BYTES // row_bytes, STRAIGHT_SHARDS * plan.most_rows))
+    lap_rows = LAP_BYTES // row_bytes
+    lap_steps = lap_rows // max(plan.most_rows, 1)
+    may_come_anew = plan.own_visit.mask.cu_seqlens is not None  # with every batch, and laps take long to plan
+    if straight is None and lap_steps >= min(LAP_SHARDS, plan.hops) and not may_come_anew:
+        straight = go_straight(plan, min(lap_steps, plan.hops), lap_rows)
+    return straight
 
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:

@@ -339,10 +339,11 @@ class CopyEngine:
             self._pull(into, moves, self.link.buffers["shards"])
         return self.pulled()
 
-    def _pull(self, into: Flat, moves: Moves, buffer: _Symmetric) -> None:
+    def _pull(self, into: Flat, moves: Moves, buffer: _Symmetric, start: int = 0) -> None:
+        """Where `begin` of the moves counts from the element `start` of each buffer."""
         sizes, dtype, parts = moves.sizes, into.x.dtype, into.see(Flat.parts, moves.sizes)
         for part, source, begin in moves.copies:
-            theirs = self.memory_of(source), dtype, begin, sizes[part]
+            theirs = self.memory_of(source), dtype, start + begin, sizes[part]
             self.copy(parts[part], buffer.see(_Symmetric.part, *theirs))
 
     def pulled(self) -> _Moment:
@@ -356,7 +357,7 @@ class CopyEngine:
     # dK and dV: from buffer to buffer
 
     def buffers(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
-        """Buffers for `exchange`, or one for `collect`, in the same order on every rank; good until `finish`."""
+        """Buffers for `exchange` and `collect`, in the same order on every rank; good until `finish`."""
         link = self.link
         sums = link.buffer("sums", count * _aligned(size * dtype.itemsize), self.group)
         link.current = torch.cuda.current_stream()
@@ -381,15 +382,15 @@ class CopyEngine:
             self._signal(source, to, channel + 1)  # nothing later here overwrites what `to` has yet to pull
         return copied
 
-    def pull_sums(self, into: Flat, moves: Moves) -> _Moment:
-        """Fill a flat tensor with sums out of every rank's buffer, once all ranks have made theirs."""
-        side, sums = self.link.sums, self.link.buffers["sums"]
+    def pull_sums(self, sums: Flat, into: Flat, moves: Moves) -> _Moment:
+        """Fill a flat tensor out of every rank's buffer, once all ranks have their sums in the one that here is `sums`.
+        When that was waited for all have pulled what they need."""
+        side, buffer = self.link.sums, self.link.buffers["sums"]
         with side:
-            sums.barrier(0)
-            self._pull(into, moves, sums)
-            pulled = side.mark()
-            sums.barrier(1)  # nothing later here overwrites what others have yet to pull
-        return pulled
+            buffer.barrier(0)
+            self._pull(into, moves, buffer, int(sums.x.storage_offset()))
+            buffer.barrier(1)
+            return side.mark()
 
     def _signal(self, to: int, source: int, channel: int) -> None:
         """Signal `to`, and wait for the signal of `source`."""

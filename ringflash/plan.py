@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, wraps
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -90,13 +90,11 @@ class Visit:
     @property
     def seen_keys(self) -> tuple[int, int]:
         """The key rows `[begin, end)` from the first to the last that any query sees."""
-        first, last = _seen_from(self, runs_to_positions(self.queries))
-        rows = (last > first).nonzero()[:, 0]
-        return (int(first[rows[0]]), int(last[rows[-1]])) if len(rows) else (0, 0)
+        return next(iter(self.seen_parts(hole=2**62)), (0, 0))
 
     def seen_parts(self, hole: int) -> list[tuple[int, int]]:
         """The key rows `[begin, end)` that queries see, in parts between which `hole` rows or more are not seen."""
-        first, last = row_ranges(self)
+        first, last = _seen_from(self, runs_to_positions(self.queries))
         sees = last > first
         begins, ends = first[sees], last[sees]
         cuts = (begins[1:] - ends[:-1] >= hole).nonzero()[:, 0]
@@ -148,16 +146,20 @@ class Plan:
 
     `rows[r]` is the number of rows that rank `r` holds. `visits[step]` is the visit at that step, `None` where nothing
     of that source is visible here; step 0 is the rank's own shard, whole, and always a visit. Other visits are about
-    the rows `needed[step]` of their source alone, from the first to the last that is visible here. There are
-    `hops + 1` steps: shards stop moving when no rank has anything left to see. `plan_of(r)` is the plan of rank `r`,
+    the rows `needed[step]` of their source alone, from the first to the last that is visible here; `parts[step]` are
+    the parts of those that are, between which HOLE rows or more are not. There are `hops + 1` steps: shards stop moving when no rank has anything left to see. `plan_of(r)` is the plan of rank `r`,
     where there are others.
     """
 
     rank: int
     rows: tuple[int, ...]
     visits: tuple[Visit | None, ...]
-    needed: tuple[slice, ...]
+    parts: tuple[tuple[tuple[int, int], ...], ...]
     plan_of: "Callable[[int], Plan] | None" = None
+
+    @cached_property
+    def needed(self) -> tuple[slice, ...]:
+        return tuple(slice(parts[0][0], parts[-1][1]) if parts else slice(0, 0) for parts in self.parts)
 
     @cached_property
     def world_size(self) -> int:
@@ -193,15 +195,15 @@ def plan_ring(
     """
     shards = tuple(layout_runs(layout, seq_len, world_size, r, layout_mask) for r in range(world_size))
     visits: list[Visit | None] = [_whole_visit(shards, rank, 0, mask)]
-    needed = [slice(0, count_rows(shards[rank]))]
+    parts: list[tuple[tuple[int, int], ...]] = [((0, count_rows(shards[rank])),)]
     for step in range(1, _count_hops(shards, mask) + 1):
         whole = _whole_visit(shards, rank, step, mask)
-        begin, end = (0, 0) if whole.is_empty else whole.seen_keys
-        visits.append(None if whole.is_empty else Visit(whole.queries, cut_runs(whole.keys, begin, end), mask))
-        needed.append(slice(begin, end))
+        seen = () if whole.is_empty else tuple(whole.seen_parts(HOLE))
+        visits.append(Visit(whole.queries, cut_runs(whole.keys, seen[0][0], seen[-1][1]), mask) if seen else None)
+        parts.append(seen)
     rows = tuple(count_rows(runs) for runs in shards)
     plan_of = partial(_plan_of, mask, layout, seq_len, world_size, layout_mask)
-    return Plan(rank, rows, tuple(visits), tuple(needed), plan_of)
+    return Plan(rank, rows, tuple(visits), tuple(parts), plan_of)
 
 
 def _whole_visit(shards: tuple[Runs, ...], rank: int, step: int, mask: Mask) -> Visit:
@@ -228,7 +230,7 @@ def plan_one(mask: Mask, query_len: int, key_len: int) -> Plan:
     else:
         queries = merge_runs([Run(key_len - query_len, 1, query_len)])
         keys = merge_runs([Run(0, 1, key_len)])
-    return Plan(0, (key_len,), (Visit(queries, keys, mask),), (slice(0, key_len),))
+    return Plan(0, (key_len,), (Visit(queries, keys, mask),), (((0, key_len),),))
 
 
 def _align_documents(mask: Mask) -> tuple[Runs, Runs, Mask]:
@@ -289,9 +291,9 @@ def _join(plan: Plan, steps: list[int]) -> Group | None:
     for step in steps:
         visit = plan.visits[step]
         assert visit is not None
-        for begin, end in visit.seen_parts(HOLE) if step > 0 else [(0, count_rows(visit.keys))]:
-            row = plan.needed[step].start + begin
-            for run in cut_runs(visit.keys, begin, end):
+        start = plan.needed[step].start
+        for row, end in plan.parts[step]:
+            for run in cut_runs(visit.keys, row - start, end - start):
                 found.append((run, step, row))
                 row += run.length
     keys: list[Run] = []
@@ -310,55 +312,76 @@ def _join(plan: Plan, steps: list[int]) -> Group | None:
     return Group(steps[-1], Visit(first.queries, merge_runs(keys), first.mask), tuple(pieces))
 
 
-class Straight(NamedTuple):
-    """A backward pass whose sums go straight to the ranks whose shards they are of.
+class Lap(NamedTuple):
+    """Steps of a backward pass that one launch attends to, and whose sums then go straight home.
 
-    `groups` are what is attended to: all that is visible of the others in one launch, if anything is, and the rank's
-    own shard. `sent[step - 1]` are the pieces of the first group that are of the shard of `step`;
-    `received[step - 1]` are those of this rank's shard in the first group of the rank whose shard of `step` it is,
-    which has `theirs[step - 1]` rows. No rank's first group has more than `most_rows`.
+    `group` is what is visible of their shards, without a visit where that is nothing. Its `last_step` is the last of
+    the steps, whether or not anything of that shard is visible: so as much of K and V has passed before sums move, on
+    every rank. (NCCL does one exchange after the other, and ranks whose order differs would wait for each other.)
 
-    The first group's `last_step` is that of the plan, whatever it has: so all K and V have passed before sums move, on
-    every rank. NCCL does one exchange after the other, and ranks whose order differs would wait for each other.
+    For each step, `peers` are the rank whose shard it is and the one whose shard of that step is this rank's; `sent`
+    are the pieces of the group that are of that shard; `received` are those of this rank's shard in the other rank's
+    group, which has `theirs` rows.
     """
 
-    groups: tuple[Group, Group]
+    group: Group
+    peers: tuple[tuple[int, int], ...]
     sent: tuple[tuple[Piece, ...], ...]
     received: tuple[tuple[Piece, ...], ...]
     theirs: tuple[int, ...]
+
+
+class Straight(NamedTuple):
+    """A backward pass whose sums go straight to the ranks whose shards they are of: some laps, the same steps on every
+    rank, and then the rank's own shard. No rank's group in any lap has more than `most_rows`."""
+
+    laps: tuple[Lap, ...]
+    own: Group
     most_rows: int
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return (*(lap.group for lap in self.laps), self.own)
 
 
 @lru_cache(maxsize=256)
-def go_straight(plan: Plan, most_rows: int) -> Straight | None:
-    """How sums go straight home; `None`, on every rank, where some rank would sum over or receive more than `most_rows`
-    rows that are not its own, or would do so in many pieces."""
+def go_straight(plan: Plan, lap_steps: int, most_rows: int) -> Straight | None:
+    """How sums go straight home in laps of up to `lap_steps` steps; `None`, on every rank, where some rank would sum
+    over or receive more than `most_rows` rows in a lap that are not its own, or would do so in many pieces."""
     if plan.hops == 0 or plan.plan_of is None:
         return None
-    firsts: list[Group] = []
-    received = [0] * plan.world_size  # rows, by rank
-    for rank in range(plan.world_size):
-        other = plan.plan_of(rank)
-        if sum(rows.stop - rows.start for rows in other.needed[1:]) > 2 * most_rows:  # with holes: soon found
-            return None
-        steps = [step for step, visit in enumerate(other.visits) if step > 0 and visit is not None]
-        group = _join(other, steps) if steps else Group(plan.hops, None, ())
-        if group is None or group.rows > most_rows or len(group.pieces) > MOST_PIECES * len(steps):
-            return None
-        firsts.append(replace(group, last_step=plan.hops))
-        for piece in group.pieces:
-            received[other.source(piece.step)] += piece.end - piece.begin
-    if max(received) > most_rows:
+    laps = [range(first, min(first + lap_steps, plan.hops + 1)) for first in range(1, plan.hops + 1, lap_steps)]
+    groups: list[list[Group]] = []  # by rank and lap
+    received = [[0] * plan.world_size for _ in laps]  # rows, by lap and rank
+    for other in map(plan.plan_of, range(plan.world_size)):
+        groups.append([])
+        for steps, to in zip(laps, received, strict=True):
+            needed = other.needed[steps.start : steps.stop]
+            if sum(rows.stop - rows.start for rows in needed) > 2 * most_rows:  # with holes: soon found
+                return None
+            visible = [step for step in steps if other.visits[step] is not None]
+            group = _join(other, visible) if visible else Group(steps[-1], None, ())
+            if group is None or group.rows > most_rows or len(group.pieces) > MOST_PIECES * len(visible):
+                return None
+            groups[-1].append(replace(group, last_step=steps[-1]))
+            for piece in group.pieces:
+                to[other.source(piece.step)] += piece.end - piece.begin
+    if max(chain.from_iterable(received)) > most_rows:
         return None
-    steps = range(1, plan.hops + 1)
-    peers = [firsts[source_rank(plan.rank, -step, plan.world_size)] for step in steps]
-    return Straight(
-        (firsts[plan.rank], _one_shard(plan, 0)),
-        tuple(_of_step(firsts[plan.rank], step) for step in steps),
-        tuple(_of_step(group, step) for group, step in zip(peers, steps, strict=True)),
-        tuple(group.rows for group in peers),
-        max(group.rows for group in firsts),
-    )
+
+    def lap(number: int, steps: range) -> Lap:
+        mine = groups[plan.rank][number]
+        peers = [groups[source_rank(plan.rank, -step, plan.world_size)][number] for step in steps]
+        return Lap(
+            mine,
+            tuple((plan.source(step), plan.source(-step)) for step in steps),
+            tuple(_of_step(mine, step) for step in steps),
+            tuple(_of_step(group, step) for group, step in zip(peers, steps, strict=True)),
+            tuple(group.rows for group in peers),
+        )
+
+    most = max(group.rows for group in chain.from_iterable(groups))
+    return Straight(tuple(lap(*x) for x in enumerate(laps)), _one_shard(plan, 0), most)
 
 
 def _of_step(group: Group, step: int) -> tuple[Piece, ...]:

@@ -254,7 +254,7 @@ def _all_gather(world: World, mine: Inputs, causal: bool) -> Candidate:
     layout, seq_len = "zigzag" if causal else "contiguous", mine.q.shape[1] * world.size
     queries = layout_runs(layout, seq_len, world.size, world.rank)
     visit = Visit(queries, (Run(0, 1, seq_len),), MASKS["causal" if causal else "full"])
-    plan = Plan(0, (seq_len,), (visit,), (slice(0, seq_len),))  # of one visit: these queries, all keys
+    plan = Plan(0, (seq_len,), (visit,), (((0, seq_len),),))  # of one visit: these queries, all keys
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = _AllGather.apply(k, v, layout, world.group)  # pyright: ignore[reportGeneralTypeIssues]

@@ -88,8 +88,8 @@ class Loopback(NvlinkTransport):
 
 
 class Arriving(NamedTuple):
-    """Bytes of K and V for the next visit, and of sums of dK and dV: for the next visit where shards go in halves, else
-    for this one, which they delay."""
+    """Bytes of K and V for the next visit, and of sums of dK and dV: for a later visit where shards go in halves or sums
+    straight home, else for this one, which they delay."""
 
     shards: int
     sums: int
@@ -143,6 +143,11 @@ class Rank:
             visits += [group.visit for group in self.backward_groups]
         return sum(visit is not None for visit in visits)
 
+    def shards_of(self, pass_name: str) -> int:
+        """How many shards those visits are about: several to a visit, or a shard's halves to two."""
+        visible = sum(visit is not None for visit in self.plan.visits)
+        return visible if pass_name == "forward" else 2 * visible
+
     def arriving(self) -> tuple[list[Arriving], list[Arriving]]:
         """What arrives before the first visit and during each, forward and backward."""
         k, v = self.inputs.k, self.inputs.v
@@ -153,8 +158,9 @@ class Rank:
             for groups in (self.forward_groups, self.backward_groups)
         )
         if self.straight is not None:
-            rows = sum(piece.end - piece.begin for pieces in self.straight.received for piece in pieces)
-            backward[2] = Arriving(0, rows * row * _sums(self.inputs).itemsize)
+            for index, lap in enumerate(self.straight.laps, start=2):
+                rows = sum(piece.end - piece.begin for pieces in lap.received for piece in pieces)
+                backward[index] = backward[index]._replace(sums=rows * row * _sums(self.inputs).itemsize)
             return forward, backward
         for index, group in enumerate(self.backward_groups[: plan.hops * parts]):
             step, part = group.last_step, index % parts
@@ -228,9 +234,9 @@ def transfers(rank: Rank, times: list[VisitTime]) -> list[Row]:
             if index < 0 and not shards:
                 continue
             group = groups[index] if index >= 0 else None
-            is_apart = rank.straight is not None or rank.halves.is_apart
-            waits_for_nothing = group is not None and group.last_step == 0 and is_apart
-            late = 0 if rank.halves.parts > 1 or waits_for_nothing else sums
+            is_own_apart = group is not None and group.last_step == 0 and rank.halves.is_apart
+            waits = rank.straight is None and rank.halves.parts == 1 and not is_own_apart
+            late = sums if waits else 0
             exposed = max(shards + sums - late - ms.get(index, 0.0) / 1e3 * LINK, 0.0) + late
             rows.append(
                 {"pass": "backward" if backward else "forward", "visit": index if group else ""}
@@ -385,7 +391,7 @@ def measure(
             | {"own_ms": significant(singles.get("ringflash", math.nan))}
             | {"efficiency": significant(singles.get(fastest, math.nan) / (world_size * ms))}
             | {"own_efficiency": significant(singles.get("ringflash", math.nan) / (world_size * ms))}
-            | {"visits": rank.visits_of(pass_name)}
+            | {"visits": rank.visits_of(pass_name), "shards": rank.shards_of(pass_name)}
             | {f"host_us_a_visit_{key}": significant(us / rank.visits_of(pass_name)) for key, us in host.items()}
             | {"transfer_ms": significant(sum(float(str(row["transfer_ms"])) for row in mine))}
             | {"exposed_ms": significant(sum(float(str(row["exposed_ms"])) for row in mine))}
@@ -399,7 +405,8 @@ def print_tables(rows: list[Row], visits: list[Row], world: World) -> None:
         "pass": "pass", "slowest_rank": "rank", "median_ms": "ms", "fastest_rank_ms": "fastest",
         "own_ms": "own 1 GPU",
         "fastest_ms": "1 GPU", "fastest_one_gpu": "which", "efficiency": "eff", "own_efficiency": "own eff",
-        "visits": "visits", "host_us_a_visit_resident": "host us/visit", "host_us_a_visit_nvlink": "with nvlink",
+        "visits": "visits", "shards": "shards",
+        "host_us_a_visit_resident": "host us/visit", "host_us_a_visit_nvlink": "with nvlink",
         "transfer_ms": "transfer ms", "exposed_ms": "exposed ms", "peak_mib_above_inputs": "MiB",
     }  # fmt: skip
     for table, columns in ((rows, header), (visits, {name: name for name in visits[0]})):

@@ -79,12 +79,15 @@ class Passes:
     def __init__(self, problem: Problem, world: World, backend: str, transport: str):
         variant = variants(problem.shape.s)[problem.mask]
         self.how: dict[str, Any] = {"group": world.group, "layout": problem.layout}
-        # some problems go as large ones would: in several launches forward, half by half and in place backward
+        # some problems go as large ones would: in several launches forward; backward half by half, in place, in laps
         first = 0 if problem.seed % 2 else comm.FIRST_BYTES
         self.sizes = {
             "FIRST_BYTES": first,
             "HALVED_BYTES": 0 if problem.seed % 3 else comm.HALVED_BYTES,
             "APART_BYTES": 0 if problem.seed % 4 < 2 else comm.APART_BYTES,
+            "STRAIGHT_BYTES": 0 if problem.seed % 5 < 3 else comm.STRAIGHT_BYTES,
+            "LAP_BYTES": (0, 2**16, comm.LAP_BYTES)[problem.seed % 5 % 3],
+            "LAP_SHARDS": 1,
         }
         if problem.layout == "balanced":
             self.how["layout_mask"] = variant.mask

@@ -168,7 +168,8 @@ def fail_everywhere() -> list[float]:
     round_the_ring = [*round_the_ring, (0, 0, "finish_backward", 1)]
     straight_home = [(2**40, 0, "backward", 1), (2**40, 0, "backward", 2), (2**40, 0, "finish_backward", 1)]
     for straight, halved, function, visit in (*round_the_ring, *straight_home):
-        with mock.patch.multiple(comm, STRAIGHT_BYTES=straight, HALVED_BYTES=halved, APART_BYTES=0, FIRST_BYTES=0):
+        sizes = {"STRAIGHT_BYTES": 0, "LAP_BYTES": straight, "HALVED_BYTES": halved, "APART_BYTES": 0, "FIRST_BYTES": 0}
+        with mock.patch.multiple(comm, **sizes):
             with happening(function, visit, fail), pytest.raises(MemoryError):
                 ring_error(world())
             errors.append(ring_error(world()))

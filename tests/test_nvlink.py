@@ -152,13 +152,19 @@ def same_bits(seq_len: int, layout: str, **options: Any) -> bool:
 def all_same_bits(layout: str) -> list[bool]:
     lengths = (37, 48, max(dist.get_world_size() - 1, 1))
     results = []
-    # all shards in halves, others' alone, none; sums that go round in these, and straight home
-    sizes = (0, 0, 0), (0, comm.APART_BYTES, 0), (comm.HALVED_BYTES, 0, 0), (0, 0, comm.STRAIGHT_BYTES)
-    for (halved_bytes, apart_bytes, straight_bytes), seq_len in product(sizes, lengths):
+    names = "HALVED_BYTES", "APART_BYTES", "STRAIGHT_BYTES", "LAP_BYTES", "LAP_SHARDS"
+    sizes = (
+        (0, 0, 0, 0, 1),  # all shards in halves
+        (0, comm.APART_BYTES, 0, 0, 1),  # others' alone
+        (comm.HALVED_BYTES, 0, 0, 0, 1),  # none
+        (0, 0, comm.STRAIGHT_BYTES, 0, 1),  # sums straight home, from one launch where that is little
+        (0, 0, 0, comm.LAP_BYTES, 1),  # from one launch
+        (0, 0, 0, 12 * 2 * (16 + 24) * 4, 1),  # from launches of 1 to 3 shards
+    )
+    for bounds, seq_len in product(sizes, lengths):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comm, "HALVED_BYTES", halved_bytes)
-            patch.setattr(comm, "APART_BYTES", apart_bytes)
-            patch.setattr(comm, "STRAIGHT_BYTES", straight_bytes)
+            for name, value in zip(names, bounds, strict=True):
+                patch.setattr(comm, name, value)
             results += [same_bits(seq_len, layout, **mask) for mask in MASKS.values()]
     with nvlink_on_cpus():
         return [*results, release_buffers(world()) > 0, release_buffers(world()) == 0]
@@ -168,7 +174,7 @@ def all_same_bits(layout: str) -> list[bool]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_pulled_shards_give_the_bits_of_shards_that_are_passed_round(workers, world_size, layout):
     """Even and odd lengths, ranks without rows, halves; buffers that are kept, grow, and are given back."""
-    assert workers(world_size).run(all_same_bits, layout) == [[True] * 38] * world_size
+    assert workers(world_size).run(all_same_bits, layout) == [[True] * 56] * world_size
 
 
 def kept_views() -> tuple[bool, bool]:

@@ -1,5 +1,6 @@
 """The plan against brute force over every pair of a query and a key."""
 
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -222,27 +223,33 @@ def test_parts_of_a_shard_have_no_large_holes(layout, drawn, world_size, hole):
             assert all(len(run) < hole for run in runs)
 
 
-@given(layouts, masks_of_length(40), worlds, st.integers(0, 60))
-def test_what_ranks_send_straight_home_is_what_their_owners_receive(layout, drawn, world_size, most_rows):
+@given(layouts, masks_of_length(40), worlds, st.integers(1, 5), st.integers(0, 60))
+def test_what_ranks_send_straight_home_is_what_their_owners_receive(layout, drawn, world_size, lap_steps, most_rows):
     seq_len, mask = drawn[0], Mask(**drawn[1])
     balance = mask if layout == "balanced" else None
     plans = [plan_ring(mask, layout, seq_len, rank, world_size, balance) for rank in range(world_size)]
-    ways = [go_straight(plan, most_rows) for plan in plans]
+    ways = [go_straight(plan, lap_steps, most_rows) for plan in plans]
     if None in ways:
         assert ways == [None] * world_size
         return
     for plan, way in zip(plans, ways, strict=True):
         assert way is not None
-        (others, own), steps = way.groups, range(1, plan.hops + 1)
-        assert others.last_step == plan.hops
-        assert own.pieces == (Piece(0, 0, plan.rows[plan.rank], 0),) and own.visit == plan.own_visit
-        assert others.rows <= sum(rows.stop - rows.start for rows in plan.needed[1:])
-        assert others.rows <= way.most_rows <= most_rows
-        assert sorted(others.pieces) == sorted(piece for pieces in way.sent for piece in pieces)
-        assert sum(piece.end - piece.begin for pieces in way.received for piece in pieces) <= most_rows
-        for step, sent in zip(steps, way.sent, strict=True):
-            owner = ways[plan.source(step)]
-            assert owner is not None and owner.received[step - 1] == sent and owner.theirs[step - 1] == others.rows
+        assert way.own.pieces == (Piece(0, 0, plan.rows[plan.rank], 0),) and way.own.visit == plan.own_visit
+        todo = deque(range(1, plan.hops + 1))
+        for number, lap in enumerate(way.laps):
+            others, steps = lap.group, [todo.popleft() for _ in lap.sent]
+            assert others.last_step == steps[-1] and (len(steps) == lap_steps or not todo)
+            assert others.rows <= sum(plan.needed[step].stop - plan.needed[step].start for step in steps)
+            assert others.rows <= way.most_rows <= most_rows
+            assert sorted(others.pieces) == sorted(piece for pieces in lap.sent for piece in pieces)
+            assert sum(piece.end - piece.begin for pieces in lap.received for piece in pieces) <= most_rows
+            for place, step in enumerate(steps):
+                assert lap.peers[place] == (plan.source(step), plan.source(-step))
+                owner = ways[plan.source(step)]
+                assert owner is not None
+                assert owner.laps[number].received[place] == lap.sent[place]
+                assert owner.laps[number].theirs[place] == others.rows
+        assert not todo
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -250,7 +257,7 @@ def test_plans_of_many_ranks_look_at_the_rows_of_few_pairs(layout, monkeypatch):
     looked, seen_from = [], plan_module._seen_from
     monkeypatch.setattr(plan_module, "_seen_from", lambda *args: looked.append(args) or seen_from(*args))
     mask = Mask(causal=True, cu_seqlens=[*range(0, 64 * 64, 33), 64 * 64])
-    assert go_straight(plan_ring(mask, layout, 64 * 64, 3, 64), 2 * 64) is not None
+    assert go_straight(plan_ring(mask, layout, 64 * 64, 3, 64), 63, 2 * 64) is not None
     assert len(looked) < 10 * 64
 
 

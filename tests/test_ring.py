@@ -140,6 +140,7 @@ def attend_in_pieces(
         patch.setattr(comm, "APART_BYTES", apart_bytes)
         patch.setattr(comm, "GROUP_BYTES", group_bytes)
         patch.setattr(comm, "STRAIGHT_BYTES", 0)
+        patch.setattr(comm, "LAP_BYTES", 0)
         return attend_to_parts(problems, layout, **options)
 
 
@@ -153,6 +154,28 @@ def test_halves_and_small_groups_match_dense_attention(workers, world_size, layo
         by_rank = workers(world_size).run(attend_in_pieces, problems, layout, *sizes, **MASKS[mask])
         for problem, *parts in zip(problems, *by_rank, strict=True):
             actual = assemble(parts, all_held(layout, problem.seq_len, world_size))
+            assert_close(actual, dense_result(problem, mask), FP32_BOUND, (mask, problem))
+
+
+def attend_in_laps(problems: list[Problem], layout: str, lap_bytes: int, **options) -> list[Attention]:
+    """Backward, sums of at most so many bytes go straight home from every launch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "STRAIGHT_BYTES", 0)
+        patch.setattr(comm, "LAP_BYTES", lap_bytes)
+        patch.setattr(comm, "LAP_SHARDS", 1)
+        return attend_to_parts(problems, layout, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("world_size", "shards"), [(3, 1), (4, 2), (8, 1), (8, 3)])
+def test_laps_match_dense_attention(workers, world_size, shards, layout):
+    lengths = sorted({61, 2 * world_size + 1, max(world_size - 1, 1)})
+    for mask in ("full", "causal", "window"):
+        for seq_len in lengths:
+            problem = Problem(2, seq_len, heads=4, kv_heads=2, v_head_dim=24, seed=seq_len)
+            lap_bytes = shards * -(-seq_len // world_size) * 2 * 2 * (16 + 24) * 4
+            by_rank = workers(world_size).run(attend_in_laps, [problem], layout, lap_bytes, **MASKS[mask])
+            actual = assemble([part for (part,) in by_rank], all_held(layout, seq_len, world_size))
             assert_close(actual, dense_result(problem, mask), FP32_BOUND, (mask, problem))
 
 
@@ -389,17 +412,23 @@ class InOrder(comm.NcclTransport):
         return SimpleNamespace(wait=done.result)
 
 
-def attend_with_nccls_messages(whole: Inputs, layout: str, **options: Any) -> bool:
+def attend_with_nccls_messages(whole: Inputs, layout: str, bounds: dict[str, int], **options: Any) -> bool:
     """Is the result the same, to the bit, when messages go as those of `NcclTransport` do: batched, untagged, a batch
     after the one before it has arrived?"""
     held = held_here(layout, whole.q.shape[1])
     options |= {"seq_len": whole.q.shape[1], "layout": layout, "causal": True}
-    by_gloo = attend_here(local_part(whole, held), **options)
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as stream:
+        for name, value in bounds.items():
+            patch.setattr(comm, name, value)
+        by_gloo = attend_here(local_part(whole, held), **options)
         patch.setattr(comm, "GlooTransport", None)
         patch.setattr(comm, "make_transport", lambda name, group, device: InOrder(group, device, stream))
         by_nccl = attend_here(local_part(whole, held), **options)
     return all(map(torch.equal, by_gloo, by_nccl))
+
+
+ROUND = {"STRAIGHT_BYTES": 0, "LAP_BYTES": 0}
+IN_LAPS = {"STRAIGHT_BYTES": 0, "LAP_BYTES": 2 * 10 * 2 * 2 * 2 * 16 * 4, "LAP_SHARDS": 1}  # of 1 to 3 steps
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -407,11 +436,11 @@ def attend_with_nccls_messages(whole: Inputs, layout: str, **options: Any) -> bo
 def test_the_nccl_transports_messages_match_up_without_tags(workers, world_size, layout):
     # NCCL itself wants a GPU a rank. Gloo takes the same batches, and matches untagged messages in their order too.
     whole = Problem(2, 37, 4, kv_heads=2).inputs()
-    assert workers(world_size).run(attend_with_nccls_messages, whole, layout) == [True] * world_size
-    some = {"window": (2, None)}  # the sums go straight home, and not all ranks see the shard of the last step
-    assert workers(world_size).run(attend_with_nccls_messages, whole, layout, **some) == [True] * world_size
     short = Problem(1, world_size - 1, 2).inputs()  # a rank without rows sends nothing
-    assert workers(world_size).run(attend_with_nccls_messages, short, layout) == [True] * world_size
+    some = {"window": (2, None)}  # not all ranks see the shard of the last step
+    for bounds, inputs, options in ((ROUND, whole, {}), (IN_LAPS, whole, {}), (ROUND, short, {}), ({}, whole, some)):
+        same = workers(world_size).run(attend_with_nccls_messages, inputs, layout, bounds, **options)
+        assert same == [True] * world_size
 
 
 def strided(x: Tensor) -> Tensor:
