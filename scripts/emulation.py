@@ -88,8 +88,8 @@ class Loopback(NvlinkTransport):
 
 
 class Arriving(NamedTuple):
-    """Bytes of K and V for the next visit, and of sums of dK and dV: for a later visit where shards go in halves or sums
-    straight home, else for this one, which they delay."""
+    """Bytes of K and V for the next visit, and of sums of dK and dV: for a later visit where shards go in halves or
+    sums straight home, else for this one, which they delay."""
 
     shards: int
     sums: int

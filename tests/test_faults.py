@@ -105,7 +105,7 @@ def lose_a_rank(directory: Path, function: str, fate: str) -> None:
         while len(Report.read_all(directory)) < len(SURVIVORS):
             time.sleep(0.05)
 
-    with small_blocks():
+    with small_blocks(), mock.patch.multiple(comm, LAP_BYTES=0):  # sums go round
         assert ring_error(group) <= FP32_BOUND
         if rank == LOST and not function:
             return hang()
