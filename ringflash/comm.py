@@ -67,8 +67,8 @@ HALVED_BYTES = 2**26  # sums of a shard that travel in halves: see Note [Halves]
 APART_BYTES = 2**27  # most sums of the own shard that lie apart: see Note [dK and dV come home last]
 STRAIGHT_BYTES = 2**28  # most sums of others that go straight home: see Note [Straight home]
 STRAIGHT_SHARDS = 2  # most of them in shards: to add more to the own sums costs as much as it spares
-LAP_BYTES = 2**26  # most sums of a lap
-LAP_SHARDS = 4  # of so many shards or more
+LAP_BYTES = 2**27  # most sums of a lap
+LAP_SHARDS = 8  # of so many shards or more
 
 
 class Pending(Protocol):
@@ -345,10 +345,6 @@ class RowShape(NamedTuple):
     def of(k: Tensor, v: Tensor) -> "RowShape":
         batches, _, heads, k_dim = k.shape
         return RowShape(batches, heads, k_dim, v.shape[3])
-
-    def head(self, which: int) -> tuple[int, int]:
-        """Heads, and the head dim of K (0) or V (1)."""
-        return self.heads, (self.k_dim, self.v_dim)[which]
 
     @property
     def row(self) -> int:
@@ -776,23 +772,28 @@ def _legs(plan: Plan, parts: int, own_parts: int, shape: RowShape) -> tuple[_Leg
     return tuple(found)
 
 
+class OwnRows(NamedTuple):
+    """Rows of the own dK or dV."""
+
+    which: int  # 0 or 1
+    begin: int
+    end: int
+    shape: tuple[int, int, int, int]
+    size: int
+
+
 class Ways(NamedTuple):
     """How sums go straight home, in elements of flat buffers: those of all ranks, and one where they land.
 
     `legs[step - 1]` is `(to, source, sent, received)`: the rank that gets the pieces `sent`, each `(begin, size)` in
     this rank's buffer, and the one that `received` elements come from. `moves` is what comes as copies out of the
-    others' buffers. `added[step - 1]` says what comes, in order: dK or dV (0 or 1), and the rows `[begin, end)`
-    of the own shard, none of them twice.
+    others' buffers. `added` says what that is, in order: from so many ranks the same `places`, none of which overlap.
     """
 
     legs: tuple[tuple[int, int, tuple[tuple[int, int], ...], int], ...]
     moves: Moves
-    added: tuple[tuple[tuple[int, int, int], ...], ...]
-
-    @property
-    def size(self) -> int:
-        """Elements that come."""
-        return sum(self.moves.sizes)
+    size: int  # elements that come
+    added: tuple[tuple[int, tuple[OwnRows, ...]], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -800,15 +801,22 @@ def _ways_home(lap: Lap, shape: RowShape) -> Ways:
     legs: list[tuple[int, int, tuple[tuple[int, int], ...], int]] = []
     copies: list[tuple[int, int, int]] = []
     sizes: list[int] = []
-    added: list[tuple[tuple[int, int, int], ...]] = []
+    came: list[tuple[OwnRows, ...]] = []
     for (to, source), sent, received, their_rows in zip(*lap[1:], strict=True):
         ranges = _ranges(received, their_rows, shape)
         copies += [(len(sizes) + i, source, begin) for i, (begin, _) in enumerate(ranges)]
         sizes += [size for _, size in ranges]
-        added.append(tuple((which, piece.begin, piece.end) for which in (0, 1) for piece in received))
+        came.append(tuple(_own_rows(shape, which, *piece[1:3]) for which in (0, 1) for piece in received))
         sent = tuple(_ranges(sent, lap.group.rows, shape))
         legs.append((to, source, sent, sum(size for _, size in ranges)))
-    return Ways(tuple(legs), Moves(tuple(sizes), tuple(copies)), tuple(added))
+    added = tuple((len(list(steps)), places) for places, steps in groupby(filter(None, came)))
+    return Ways(tuple(legs), Moves(tuple(sizes), tuple(copies)), sum(sizes), added)
+
+
+def _own_rows(shape: RowShape, which: int, begin: int, end: int) -> OwnRows:
+    batches, heads, *dims = shape
+    rows = batches, end - begin, heads, dims[which]
+    return OwnRows(which, begin, end, rows, math.prod(rows))
 
 
 def _ranges(pieces: tuple[Piece, ...], rows: int, shape: RowShape) -> list[tuple[int, int]]:
@@ -879,18 +887,16 @@ class StraightGradients:
         return dk, dv
 
     def _add(self, own: list[Tensor]) -> None:
-        """Add what came in the oldest lap, in the order of steps: of rows apart from each other in one launch."""
+        """Add what came in the oldest lap, in the order of steps: all places of a rank in one launch."""
         pending, ways, come = self.on_the_way.popleft()
         _await(pending, "dK and dV, come home")
-        for added, steps in groupby(filter(None, ways.added)):
-            count = len(list(steps))
-            shapes = [(self.shape.batches, end - begin, *self.shape.head(which)) for which, begin, end in added]
-            sizes = [math.prod(shape) for shape in shapes]
-            theirs, come = come.split_with_sizes((count * sum(sizes), come.numel() - count * sum(sizes)))
-            if count > 1:  # of the same rows
-                theirs = theirs.view(count, -1).sum(0)
-            parts = [x.view(shape) for x, shape in zip(theirs.split_with_sizes(sizes), shapes, strict=True)]
-            torch._foreach_add_([own[which][:, begin:end] for which, begin, end in added], parts)
+        for ranks, places in ways.added:
+            sizes = [place.size for place in places]
+            theirs, come = come.split_with_sizes((ranks * sum(sizes), come.numel() - ranks * sum(sizes)))
+            if ranks > 1:
+                theirs = theirs.view(ranks, -1).sum(0)
+            parts = [x.view(place.shape) for x, place in zip(theirs.split_with_sizes(sizes), places, strict=True)]
+            torch._foreach_add_([own[place.which][:, place.begin : place.end] for place in places], parts)
 
 
 def gradients(

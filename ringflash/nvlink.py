@@ -177,6 +177,15 @@ class _Symmetric(_Seen):
         """`size` elements of the buffer of `rank`."""
         return self.of[rank].view(dtype)[begin : begin + size]
 
+    def sources(
+        self, moves: "Moves", dtype: torch.dtype, start: int, memory_of: Callable[[int], int]
+    ) -> list[tuple[int, Tensor]]:
+        """What goes to which part: see `Moves`, of which `begin` counts from the element `start` of a buffer."""
+        return [
+            (part, self.part(memory_of(source), dtype, start + begin, moves.sizes[part]))
+            for part, source, begin in moves.copies
+        ]
+
     def cut(self, count: int, size: int, dtype: torch.dtype) -> list[Flat]:
         """This rank's memory as `count` buffers of `size` elements, each from an aligned address."""
         step = _aligned(size * dtype.itemsize)
@@ -314,7 +323,8 @@ class CopyEngine:
             links[device] = _Link(device)
         self.link = links[device]
 
-    def memory_of(self, rank: int) -> int:
+    @staticmethod
+    def memory_of(rank: int) -> int:
         """The rank whose memory is that of `rank`."""
         return rank
 
@@ -340,11 +350,9 @@ class CopyEngine:
         return self.pulled()
 
     def _pull(self, into: Flat, moves: Moves, buffer: _Symmetric, start: int = 0) -> None:
-        """Where `begin` of the moves counts from the element `start` of each buffer."""
-        sizes, dtype, parts = moves.sizes, into.x.dtype, into.see(Flat.parts, moves.sizes)
-        for part, source, begin in moves.copies:
-            theirs = self.memory_of(source), dtype, start + begin, sizes[part]
-            self.copy(parts[part], buffer.see(_Symmetric.part, *theirs))
+        parts = into.see(Flat.parts, moves.sizes)
+        for part, theirs in buffer.see(_Symmetric.sources, moves, into.x.dtype, start, self.memory_of):
+            self.copy(parts[part], theirs)
 
     def pulled(self) -> _Moment:
         """Wait for it to use what was pulled so far."""

@@ -83,7 +83,8 @@ def _cut(flat: Flat, count: int, size: int) -> list[Flat]:
 class Loopback(NvlinkTransport):
     """The nvlink transport in a group of one, where every peer is this rank: the host does all that it would."""
 
-    def memory_of(self, rank: int) -> int:
+    @staticmethod
+    def memory_of(rank: int) -> int:
         return 0
 
 
