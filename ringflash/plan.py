@@ -13,7 +13,6 @@ The queries that see a block of keys are one range too, and so are those that se
 whole mask: `first <= key row < last` (`Visit.seen_rows`), so whoever masks a tile needs neither positions nor the mask.
 """
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
