@@ -130,16 +130,19 @@ class _Seen:
 
     def __init__(self):
         self.seen: dict[tuple[Any, ...], Any] = {}
+        self.views = 0  # in it: some are lists
 
     def see(self, view: Callable[..., T], *arguments: Hashable) -> T:
         """`view(self, *arguments)`, the same as when it was asked for before."""
         found = self.seen.get((view, arguments))
         if found is None:
-            if len(self.seen) >= MOST_VIEWS:
+            if self.views >= MOST_VIEWS:
                 self.seen.clear()
+                self.views = 0
             is_inference = torch.is_inference_mode_enabled()
             with torch.inference_mode(False) if is_inference else nullcontext():  # as in `_Link.buffer`
                 found = self.seen[view, arguments] = view(self, *arguments)
+            self.views += len(found) if isinstance(found, (list, tuple)) else 1
         return found
 
 

@@ -13,7 +13,6 @@ The queries that see a block of keys are one range too, and so are those that se
 whole mask: `first <= key row < last` (`Visit.seen_rows`), so whoever masks a tile needs neither positions nor the mask.
 """
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -42,6 +41,7 @@ GROWTH = 3  # how many times as many shards as the group before a group may have
 HOLE = 128  # rows of a shard that nobody here sees between others, for which those are pieces of their own
 MOST_PIECES = 4  # of a shard in a group, each of which is a copy
 TABLE_BYTES = 2**27  # of row tables kept at most, on the host and on a device each
+Ranges = list[tuple[int, int]]  # `[begin, end)`, ascending
 
 
 def source_rank(rank: int, step: int, world_size: int) -> int:
@@ -90,21 +90,17 @@ class Visit:
     @property
     def seen_keys(self) -> tuple[int, int]:
         """The key rows `[begin, end)` from the first to the last that any query sees."""
-        return next(iter(self.seen_parts(hole=2**62)), (0, 0))
+        seen = _seen_of(self)
+        return (seen[0][0], seen[-1][1]) if seen else (0, 0)
 
-    def seen_parts(self, hole: int) -> list[tuple[int, int]]:
+    def seen_parts(self, hole: int) -> Ranges:
         """The key rows `[begin, end)` that queries see, in parts between which `hole` rows or more are not seen."""
-        first, last = _seen_from(self, runs_to_positions(self.queries))
-        sees = last > first
-        begins, ends = first[sees], last[sees]
-        cuts = (begins[1:] - ends[:-1] >= hole).nonzero()[:, 0]
-        starts, stops = [0, *(cuts + 1).tolist()], [*cuts.tolist(), -1]
-        return [(int(begins[i]), int(ends[j])) for i, j in zip(starts, stops, strict=True)] if len(begins) else []
+        return _few_ranges(_seen_of(self), hole)
 
     @property
     def is_empty(self) -> bool:
         """Does no query here see any key?"""
-        return not _sees_any(self)
+        return not _seen_of(self)
 
 
 class Piece(NamedTuple):
@@ -198,7 +194,7 @@ def plan_ring(
     parts: list[tuple[tuple[int, int], ...]] = [((0, count_rows(shards[rank])),)]
     for step in range(1, _count_hops(shards, mask) + 1):
         whole = _whole_visit(shards, rank, step, mask)
-        seen = () if whole.is_empty else tuple(whole.seen_parts(HOLE))
+        seen = tuple(whole.seen_parts(HOLE))
         visits.append(Visit(whole.queries, cut_runs(whole.keys, seen[0][0], seen[-1][1]), mask) if seen else None)
         parts.append(seen)
     rows = tuple(count_rows(runs) for runs in shards)
@@ -218,8 +214,9 @@ def _count_hops(shards: tuple[Runs, ...], mask: Mask) -> int:
     return next(steps, 0)
 
 
+@lru_cache(maxsize=256)  # for all ranks; `plan_ring`'s own stay, however many those are: more is kept by them
 def _plan_of(mask: Mask, layout: str, seq_len: int, world_size: int, layout_mask: Mask | None, rank: int) -> Plan:
-    return plan_ring(mask, layout, seq_len, rank, world_size, layout_mask)
+    return plan_ring.__wrapped__(mask, layout, seq_len, rank, world_size, layout_mask)
 
 
 @lru_cache(maxsize=256)
@@ -407,9 +404,9 @@ def split_visits(plan: Plan, parts: int, own_parts: int) -> tuple[Group, ...]:
         if visit is not None:
             visit = Visit(visit.queries, cut_runs(visit.keys, begin - needed.start, end - needed.start), visit.mask)
         if visit is not None and step > 0:
-            low, high = (0, 0) if visit.is_empty else visit.seen_keys
+            low, high = visit.seen_keys
             begin, end = begin + low, begin + high
-            visit = None if visit.is_empty else Visit(visit.queries, cut_runs(visit.keys, low, high), visit.mask)
+            visit = Visit(visit.queries, cut_runs(visit.keys, low, high), visit.mask) if low < high else None
         groups.append(Group(step, visit, () if visit is None else (Piece(step, begin, end, 0),)))
     return tuple(groups)
 
@@ -577,31 +574,32 @@ def _seen_from(visit: Visit, position: Tensor) -> tuple[Tensor, Tensor]:
     return begin, torch.maximum(count_below(visit.keys, visit.mask.last(position)), begin)
 
 
-@lru_cache(maxsize=4096)
-def _sees_any(visit: Visit) -> bool:
-    """Does any query see any key? Runs are asked first, then rows far apart, then those between two that leave it
-    open."""
-    if not any(_reaches(visit.keys, begin, end) for begin, end in _reach(visit.queries, visit.mask)):
-        return False
-    n_q = count_rows(visit.queries)
-    stride = max(math.isqrt(n_q), 1)
-    rows = torch.arange(0, n_q, stride, device="cpu")
-    begin, end = _seen_from(visit, positions_of(visit.queries, rows))
-    if (end > begin).any():
-        return True
-    next_rows = (rows + stride).clamp(max=n_q - 1)
-    _, end_of_next = _seen_from(visit, positions_of(visit.queries, next_rows))
-    between = (rows[end_of_next > begin, None] + torch.arange(stride + 1, device="cpu")).clamp(max=n_q - 1).flatten()
-    begin, end = _seen_from(visit, positions_of(visit.queries, between))
-    return bool((end > begin).any())
+def _seen_of(visit: Visit) -> Ranges:
+    """The key rows that queries see. Runs are asked first: most pairs of many ranks are out of each other's reach."""
+    reach = _reach(visit.queries, visit.mask)
+    if not any(_reaches(visit.keys, begin, end) for begin, end in reach.tolist()):
+        return []
+    return [(begin, end) for begin, end in count_below(visit.keys, reach).tolist() if begin < end]
 
 
-@lru_cache(maxsize=256)
-def _reach(queries: Runs, mask: Mask) -> list[tuple[int, int]]:
-    """For each run of queries, the positions `[begin, end)` that all keys lie in that any of them sees."""
-    ends = torch.tensor([(run.start, run.start + run.step * (run.length - 1)) for run in queries], device="cpu")
-    first, last = ends.reshape(-1, 2).unbind(1)
-    return list(zip(mask.first(first).tolist(), mask.last(last).tolist(), strict=True))
+@lru_cache(maxsize=1024)
+def _reach(queries: Runs, mask: Mask) -> Tensor:
+    """The positions that queries see, whoever holds them, in few ranges `[begin, end)`: int64 `(ranges, 2)`."""
+    position = runs_to_positions(queries)
+    first, last = mask.first(position), mask.last(position)
+    first, last = first[last > first], last[last > first]
+    cuts = (first[1:] > last[:-1]).nonzero()[:, 0]
+    return torch.stack([torch.cat([first[:1], first[cuts + 1]]), torch.cat([last[cuts], last[-1:]])], dim=1)
+
+
+def _few_ranges(ranges: Ranges, hole: int) -> Ranges:
+    """The same ranges, but those as one between which less than `hole` lies."""
+    few: Ranges = []
+    for begin, end in ranges:
+        if few and begin - few[-1][1] < hole:
+            begin = few.pop()[0]
+        few.append((begin, end))
+    return few
 
 
 def _reaches(keys: Runs, begin: int, end: int) -> bool:

@@ -167,8 +167,10 @@ def fail_everywhere() -> list[float]:
     round_the_ring = itertools.product([0], (0, 2**40), ("forward", "backward"), (1, 3))
     round_the_ring = [*round_the_ring, (0, 0, "finish_backward", 1)]
     straight_home = [(2**40, 0, "backward", 1), (2**40, 0, "backward", 2), (2**40, 0, "finish_backward", 1)]
-    for straight, halved, function, visit in (*round_the_ring, *straight_home):
-        sizes = {"STRAIGHT_BYTES": 0, "LAP_BYTES": straight, "HALVED_BYTES": halved, "APART_BYTES": 0, "FIRST_BYTES": 0}
+    in_two_laps = [(34 * 2 * 2 * 16 * 4, 0, "backward", 2), (34 * 2 * 2 * 16 * 4, 0, "backward", 3)]
+    for lap, halved, function, visit in (*round_the_ring, *straight_home, *in_two_laps):
+        sizes = {"STRAIGHT_BYTES": 0, "LAP_BYTES": lap, "LAP_SHARDS": 1}
+        sizes |= {"HALVED_BYTES": halved, "APART_BYTES": 0, "FIRST_BYTES": 0}
         with mock.patch.multiple(comm, **sizes):
             with happening(function, visit, fail), pytest.raises(MemoryError):
                 ring_error(world())

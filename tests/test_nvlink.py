@@ -197,6 +197,14 @@ def test_views_of_buffers_are_made_once_and_may_be_forgotten(workers):
     assert workers(2).run(kept_views) == [(True, True)] * 2
 
 
+def test_of_long_lists_of_views_few_are_kept(monkeypatch):
+    monkeypatch.setattr(nvlink, "MOST_VIEWS", 100)
+    flat = nvlink.Flat(torch.zeros(64))
+    for size in range(64):
+        flat.see(nvlink.Flat.parts, (*[1] * size, 64 - size))
+        assert sum(map(len, flat.seen.values())) < 100 + 64
+
+
 def trained_after_inference() -> bool:
     with nvlink_on_cpus():
         with torch.inference_mode():
@@ -227,6 +235,8 @@ def differing_random_problems(iterations: int, seed: int) -> list[str]:
             patch.setattr(comm, "HALVED_BYTES", order.choice([0, comm.HALVED_BYTES]))
             patch.setattr(comm, "APART_BYTES", order.choice([0, comm.APART_BYTES]))
             patch.setattr(comm, "STRAIGHT_BYTES", order.choice([0, comm.STRAIGHT_BYTES]))
+            patch.setattr(comm, "LAP_BYTES", order.choice([0, 12 * 2 * (16 + 24) * 4, comm.LAP_BYTES]))
+            patch.setattr(comm, "LAP_SHARDS", 1)
             patch.setattr(comm, "GROUP_BYTES", order.choice([0, 10_000, comm.GROUP_BYTES]))
             patch.setattr(comm, "FIRST_BYTES", order.choice([0, comm.FIRST_BYTES]))
             expected = attend(**options)

@@ -254,11 +254,18 @@ def test_what_ranks_send_straight_home_is_what_their_owners_receive(layout, draw
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_plans_of_many_ranks_look_at_the_rows_of_few_pairs(layout, monkeypatch):
-    looked, seen_from = [], plan_module._seen_from
-    monkeypatch.setattr(plan_module, "_seen_from", lambda *args: looked.append(args) or seen_from(*args))
+    looked, count_below = [], plan_module.count_below
+    monkeypatch.setattr(plan_module, "count_below", lambda *args: looked.append(args) or count_below(*args))
     mask = Mask(causal=True, cu_seqlens=[*range(0, 64 * 64, 33), 64 * 64])
     assert go_straight(plan_ring(mask, layout, 64 * 64, 3, 64), 63, 2 * 64) is not None
     assert len(looked) < 10 * 64
+
+
+def test_plans_of_other_ranks_do_not_displace_that_of_this_one():
+    arguments = Mask(left=2, causal=True), "contiguous", 300, 3, 300
+    plan = plan_ring(*arguments)
+    assert go_straight(plan, 1, 2) is not None
+    assert plan_ring(*arguments) is plan
 
 
 def seen_keys(visit: Visit) -> list[int]:
