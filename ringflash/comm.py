@@ -33,8 +33,8 @@ short launches. So where what any rank sees of all the others is little (STRAIGH
 most), it is attended to in one launch, the first. And where shards are small (LAP_SHARDS in LAP_BYTES of sums), and no
 documents make a new plan with every batch, it is in laps: a launch for as many shards as LAP_BYTES hold. Sums of a lap
 go to the ranks whose shards they are of while the next lap is attended to, or the own shard; what came is added to the
-own sums, in the order of steps. One buffer is added to while another is sent. The rule is about the plans of all ranks,
-so it is one for all.
+own sums, in the order of steps. One buffer is added to while another is sent, each of up to LAP_BYTES; what comes takes
+as much, and what messages are sent from as much again. The rule is about the plans of all ranks, so it is one for all.
 """
 
 import logging

@@ -142,7 +142,8 @@ class _Seen:
             is_inference = torch.is_inference_mode_enabled()
             with torch.inference_mode(False) if is_inference else nullcontext():  # as in `_Link.buffer`
                 found = self.seen[view, arguments] = view(self, *arguments)
-            self.views += len(found) if isinstance(found, (list, tuple)) else 1
+            made: object = found
+            self.views += len(made) if isinstance(made, (list, tuple)) else 1
         return found
 
 

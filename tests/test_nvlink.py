@@ -7,11 +7,13 @@ that it needs of its peers.
 
 import random
 import time
+from collections import deque
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -256,6 +258,53 @@ def differing_random_problems(iterations: int, seed: int) -> list[str]:
 @pytest.mark.parametrize(("world_size", "iterations"), [(2, 10), (3, 40), (4, 10)])  # in pairs, and with 4 some of them
 def test_delays_on_any_rank_change_no_bit(workers, world_size, iterations):
     assert workers(world_size).run(differing_random_problems, iterations, 0) == [[]] * world_size
+
+
+@contextmanager
+def late_pulls_of_sums():
+    """Sums are pulled when somebody waits for them, as late as the order of streams allows; memory is not clean."""
+    pull, finish, under_way = NvlinkTransport.pull_sums, NvlinkTransport.finish, deque()
+
+    class Late:
+        def __init__(self, *arguments: Any):
+            self.arguments = arguments
+
+        def wait(self) -> None:
+            while self in under_way:
+                pull(*under_way.popleft().arguments)
+
+    def pull_late(transport: NvlinkTransport, sums: nvlink.Flat, into: nvlink.Flat, moves: nvlink.Moves) -> Late:
+        into.x.fill_(float("nan"))
+        under_way.append(Late(transport, sums, into, moves))
+        return under_way[-1]
+
+    def finish_late(transport: NvlinkTransport) -> None:
+        if under_way:
+            under_way[-1].wait()
+        finish(transport)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NvlinkTransport, "pull_sums", pull_late)
+        patch.setattr(NvlinkTransport, "finish", finish_late)
+        yield
+
+
+def differing_in_laps(most_shards: int) -> list[str]:
+    wrong = []
+    for shards, layout, mask in product(range(1, most_shards + 1), LAYOUTS[:2], MASKS):
+        lap_bytes = shards * 10 * 2 * 2 * (16 + 24) * 4
+        with mock.patch.multiple(comm, STRAIGHT_BYTES=0, LAP_SHARDS=1, LAP_BYTES=lap_bytes), nvlink_on_cpus():
+            expected = attend(47, layout, **MASKS[mask])
+            with late_pulls_of_sums():
+                if not all(map(torch.equal, attend(47, layout, **MASKS[mask]), expected)):
+                    wrong.append(f"{shards} {layout} {mask}")
+    with nvlink_on_cpus():
+        release_buffers(world())
+    return wrong
+
+
+def test_a_lap_waits_for_the_pulls_of_sums_that_lie_where_its_own_go(workers):
+    assert workers(5).run(differing_in_laps, 2) == [[]] * 5
 
 
 def overwritten_shards(passes: int) -> list[str]:
