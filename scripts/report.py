@@ -134,6 +134,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # Timing
 
 CYCLES = 2e6  # of a GPU's clock, at most, in a millisecond
+MOST_AHEAD = 10.0  # milliseconds: a candidate may wait for the GPU
 
 
 def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,15 +178,15 @@ def time_interleaved(
     A round takes every candidate once, in an order shuffled by the round's number, calls it for about `round_ms` and
     keeps the mean of its calls. On a GPU a call is timed between two CUDA events after the L2 cache was overwritten;
     on a CPU by `perf_counter`. Candidates must have run before (compiled, warmed up). A GPU without a group is kept
-    busy before each call for longer than the host takes to launch it: so the time is the GPU's, as where the host runs
-    ahead; what the host takes is another number.
+    busy before each call for longer than the host takes to launch any candidate: so the time is the GPU's, as where the
+    host runs ahead; what the host takes is another number.
 
     With `group`, every rank calls this with the same names; each call starts at a barrier and counts the slowest rank.
     `around` names context managers that a candidate's calls need and that its time must not contain.
     """
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device=device) if device.type == "cuda" else None
 
-    def call(fn: Callable[[], object], host_ms: float = 0.0) -> Callable[[], float]:
+    def call(fn: Callable[[], object]) -> Callable[[], float]:
         """Run `fn` once; what is returned reads its milliseconds, on a GPU once that has caught up."""
         if flush is not None:
             flush.zero_()
@@ -194,7 +195,7 @@ def time_interleaved(
                 torch.cuda.synchronize(device)
             dist.barrier(group)
         elif device.type == "cuda":
-            torch.cuda._sleep(round(1.5 * host_ms * CYCLES))
+            torch.cuda._sleep(round(1.5 * longest_launch * CYCLES))
         if device.type == "cuda":
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
@@ -206,10 +207,8 @@ def time_interleaved(
         elapsed = (time.perf_counter() - begin) * 1e3
         return lambda: elapsed
 
-    def host_time(name: str) -> float:
+    def launch_time(name: str) -> float:
         """Milliseconds that the host takes to launch a call, where nothing makes it wait."""
-        if group is not None or device.type == "cpu":
-            return 0.0
         with (around or {}).get(name, nullcontext)():
             torch.cuda.synchronize(device)
             begin = time.perf_counter()
@@ -218,7 +217,7 @@ def time_interleaved(
 
     def one_round(name: str, calls: int) -> float:
         with (around or {}).get(name, nullcontext)():
-            readings = [call(candidates[name], host_ms[name]) for _ in range(calls)]
+            readings = [call(candidates[name]) for _ in range(calls)]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         values = torch.tensor([read() for read in readings], dtype=torch.float64)
@@ -226,7 +225,9 @@ def time_interleaved(
             values = reduce(values, dist.ReduceOp.MAX, group)
         return values.mean().item()
 
-    host_ms = {name: max(host_time(name) for _ in range(3)) for name in candidates}
+    longest_launch = 0.0
+    if group is None and device.type == "cuda":
+        longest_launch = min(max(launch_time(name) for name in candidates for _ in range(3)), MOST_AHEAD)
     calls = {name: min(100, max(1, round(round_ms / max(one_round(name, 1), 1e-3)))) for name in candidates}
     timings: dict[str, list[float]] = {name: [] for name in candidates}
     for index in range(rounds):

@@ -245,16 +245,21 @@ def ring_error_on_gpus(transport: str) -> float:
 
 
 def lose_a_rank_on_gpus(directory: Path, transport: str, function: str) -> None:
-    """Rank `LOST` dies in its second visit by `function`; the others do what they can, and say when that ended."""
+    """Rank `LOST` dies in its second visit by `function`; the others do what they can, and say how long after."""
     group = group_on_gpus(transport)
     assert ring_error(group, transport, "cuda") <= BF16_BOUND
-    started = time.monotonic()
-    with happening(function, 2, die if dist.get_rank() == LOST else no_event):
+    died = directory / "died"
+
+    def end() -> None:
+        died.write_text(str(time.time()))
+        die()
+
+    with happening(function, 2, end if dist.get_rank() == LOST else no_event):
         try:
             for _ in range(2):  # what had been launched before the end may still have been of use
                 ring_error(group, transport, "cuda")
         finally:
-            (directory / f"seconds-{dist.get_rank()}").write_text(str(time.monotonic() - started))
+            (directory / f"seconds-{dist.get_rank()}").write_text(str(time.time() - float(died.read_text())))
 
 
 @pytest.mark.parametrize("function", ["forward", "backward"])
