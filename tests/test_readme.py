@@ -159,7 +159,8 @@ def test_efficiency_table_puts_others_and_the_kernels_alone_beside_the_ring(tmp_
     ]
     emulated = ORIGIN | CASE | {"world": "2", "layout": "zigzag", "pass": "forward", "own_efficiency": "0.96"}
     write_csv(tmp_path / "bench_ring.csv", rows)
-    write_csv(tmp_path / "emulate_ring.csv", [emulated | {"date": "2030-01-01T00:00:00Z", "own_efficiency": "0.5"}, emulated])
+    before = emulated | {"date": "2030-01-01T00:00:00Z", "own_efficiency": "0.5"}
+    write_csv(tmp_path / "emulate_ring.csv", [before, emulated])
     text = readme_tables.render("<!-- table:ring_efficiency -->\n<!-- /table:ring_efficiency -->", tmp_path)
     two, four = text.index("| 2 GPUs, bf16 causal; b h/g s d: | 1 4/2 32 128 | 1 4/2 64 128 |"), text.index("| 4 GPUs")
     assert "| ringflash, zigzag, kernels alone | - | 0.96 / - |" in text[two:four]
