@@ -39,7 +39,6 @@ as much, and what messages are sent from as much again. The rule is about the pl
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -52,6 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import Works, all_texts, backends_of, has_nccl, in_words, named
 from .merge import Sums
 from .nvlink import CopyEngine, Flat, Moves, Place, find_obstacle
 from .plan import Group, Lap, Piece, Plan, Straight, Visit, go_straight, group_visits, part_rows, split_visits
@@ -62,7 +62,6 @@ TRANSPORTS = ("auto", "gloo", "nccl", "nvlink")
 GROUP_BYTES = 2**27  # most that a group of several shards takes: see Note [Groups]
 FIRST_BYTES = 2**27  # most of another shard that is waited for before the first launch
 FEW_BYTES = 2**26  # most of several shards: NVLink brings it in about the time that a launch more would take
-ABSENT_SECONDS = 0.5  # that a rank whose call failed waits to hear who else's did
 HALVED_BYTES = 2**26  # sums of a shard that travel in halves: see Note [Halves]
 APART_BYTES = 2**27  # most sums of the own shard that lie apart: see Note [dK and dV come home last]
 STRAIGHT_BYTES = 2**28  # most sums of others that go straight home: see Note [Straight home]
@@ -117,29 +116,6 @@ class Transport(Protocol):
         """
 
 
-@contextmanager
-def _named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """What fails inside says on which rank, and what it was."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"ringflash: rank {dist.get_rank(group)} of the group: {what} failed: {error}") from error
-
-
-class _Works:
-    """Operations under way on CPU tensors, or on a stream of NCCL's, each with what it does in words."""
-
-    def __init__(self, group: dist.ProcessGroup, works: list[tuple[dist.Work | None, str]]):
-        self.group, self.works = group, works
-
-    def wait(self) -> None:
-        works, self.works = self.works, []  # gloo's can be waited for once
-        for work, what in works:
-            with _named(self.group, what):
-                if work is not None:
-                    work.wait()
-
-
 def _saying(error: RuntimeError, words: str, *values: object) -> RuntimeError:
     """The error with these words, in which `values` take the places of their `{}`."""
     return RuntimeError(f"{error} ({words.format(*values)})")
@@ -160,10 +136,10 @@ class _Messages(Transport):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
-        self.under_way: list[_Works] = []
+        self.under_way: list[Works] = []
 
-    def started(self, works: list[tuple[dist.Work | None, str]]) -> _Works:
-        self.under_way = [*(x for x in self.under_way if x.works), _Works(self.group, works)]
+    def started(self, works: list[tuple[dist.Work | None, str]]) -> Works:
+        self.under_way = [*(x for x in self.under_way if x.works), Works(self.group, works)]
         return self.under_way[-1]
 
     def finish(self) -> None:
@@ -230,10 +206,10 @@ class GlooTransport(_Messages):
             return _Staged(self, send, receive, to, source, tag)
         works, receiving, sending = [], f"receiving from rank {source}", f"sending to rank {to}"
         if receive.numel():
-            with _named(self.group, receiving):
+            with named(self.group, receiving):
                 works.append((dist.irecv(receive, group=self.group, group_src=source, tag=tag), receiving))
         if send.numel():
-            with _named(self.group, sending):
+            with named(self.group, sending):
                 works.append((dist.isend(send, group=self.group, group_dst=to, tag=tag), sending))
         return self.started(works)
 
@@ -274,26 +250,17 @@ def check_transport(name: str, group: dist.ProcessGroup, device: torch.device) -
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {name!r}")
     if (name, device) in _picked.get(group, ()):
         return
-    backends = _backends(group)
+    backends = backends_of(group)
     on_gpu = device.type == "cuda"
     can_move = {
         "gloo": backends.get("cpu") == "gloo",
-        "nccl": _has_nccl(group, device),
+        "nccl": has_nccl(group, device),
         "nvlink": on_gpu and torch.version.cuda is not None,
     }
     can_move["auto"] = can_move["gloo"] or can_move["nccl"]
     if not can_move[name]:
         config = dist.get_backend_config(group)
         raise ValueError(f"transport={name!r} can't move {device.type} tensors in a group with backends {config!r}")
-
-
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    return dict(part.split(":") for part in dist.get_backend_config(group).split(",") if ":" in part)
-
-
-def _has_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Does NCCL move tensors of this device in this group?"""
-    return device.type == "cuda" and _backends(group).get("cuda") == "nccl"
 
 
 _places: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, list[Place]]] = WeakKeyDictionary()
@@ -322,13 +289,13 @@ def _pick_transport(name: str, group: dist.ProcessGroup, device: torch.device) -
         by_device = _places.setdefault(group, {})
         is_new = device not in by_device
         if is_new:
-            by_device[device] = [Place.decode(x) for x in _all_texts(group, Place.here(device).encode(), device)]
+            by_device[device] = [Place.decode(x) for x in all_texts(group, Place.here(device).encode(), device)]
         obstacle = find_obstacle(by_device[device], share=name == "nvlink")
         if is_new:
             logger.info("nvlink in a group of %d ranks: %s", dist.get_world_size(group), obstacle or "can be used")
     if name == "nvlink" and obstacle:
         raise ValueError(f"transport='nvlink' can't be used in this group: {obstacle}")
-    picked = "nvlink" if obstacle is None else "nccl" if _has_nccl(group, device) else "gloo"
+    picked = "nvlink" if obstacle is None else "nccl" if has_nccl(group, device) else "gloo"
     logger.debug("transport=%r is %s", name, picked)
     return picked
 
@@ -410,10 +377,6 @@ def _rows_of(buffer: Tensor, shape: RowShape, rows: int, dim: int) -> Tensor:
     return buffer.as_strided((batches, rows, heads, dim), (rows * heads * dim, heads * dim, dim, 1))
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 class _Sources(NamedTuple):
     """The ranks of the group whose shards a group has, in words."""
 
@@ -421,7 +384,7 @@ class _Sources(NamedTuple):
     group: Group
 
     def __str__(self) -> str:
-        return _ranks(list(dict.fromkeys(self.plan.source(piece.step) for piece in self.group.pieces)))
+        return in_words(list(dict.fromkeys(self.plan.source(piece.step) for piece in self.group.pieces)))
 
 
 Arrival = tuple[int, Visit | None, Tensor, Tensor]
@@ -553,7 +516,7 @@ class NvlinkTransport(CopyEngine):
         def fetch(group: Group, into: Shards | None) -> Pending:
             nonlocal is_waited_for
             if into is None:
-                return _Works(self.group, [])
+                return Works(self.group, [])
             is_waited_for = True
             return self.pull(into.buffer, _moves(plan, group, shape.batches, shape.row, into.buffer.x.numel()))
 
@@ -925,140 +888,3 @@ def straight_of(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Straigh
 
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
     return {"gloo": GlooTransport, "nccl": NcclTransport, "nvlink": NvlinkTransport}[name](group, device)
-
-
-# Agreement between ranks ------------------------------------------------------------------------------------------
-
-_MESSAGE_BYTES = 1024
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, str]]] = WeakKeyDictionary()
-
-
-def agree(group: dist.ProcessGroup, message: str, *, error: Exception | None = None, device: torch.device) -> None:
-    """Make sure that every rank of the group came with the same `message` (a line of `name=value` words).
-
-    Every rank calls this before the first exchange of a pass; a rank that refuses its own arguments calls it with that
-    `error` and raises it itself afterwards. The others raise here, naming the rank: `ValueError` for ranks that
-    disagree, or the error of the rank that refused.
-
-    Shards that gloo moves are waited for anyway: there ranks compare at every call, so no disagreement goes unseen.
-    Where NCCL has the device the host runs ahead, so only words not seen before in that group are compared, by gloo
-    where the group has it, as NCCL would make it wait for the device.
-    """
-    if group.size() == 1:
-        return
-    text = message if error is None else f"!{type(error).__name__}: {error}"
-    agreed = _agreed.setdefault(group, set())  # by the group itself: a name may come again, with other ranks
-    if (device.type, text) in agreed:
-        return
-    always = not _has_nccl(group, device)
-    all_ranks, work = _gather(group, text, device)
-    if error is not None and "nccl" in _backends(group).values():  # what was refused may lie anywhere
-        return  # the others may be past their check: don't wait for them
-    if work is not None:
-        try:
-            _Works(group, [(work, "waiting for every rank of the group to make the same call")]).wait()
-        except RuntimeError as failure:
-            absent = _absent(group)
-            if error is None:
-                raise RuntimeError(f"{failure}{absent}") from failure
-            return  # what this rank refused says more than that the others did not come
-    texts = _decode(all_ranks)
-    if error is not None:
-        return
-    for rank, said in enumerate(texts):
-        if said.startswith("!"):
-            kind, _, words = said[1:].partition(": ")
-            raise {"NotImplementedError": NotImplementedError}.get(kind, ValueError)(
-                f"rank {rank} of the group refused its arguments: {words}"
-            )
-    if len(set(texts)) > 1:
-        raise ValueError(f"the ranks of the group disagree: {_differences(texts)}")
-    if not always:
-        if len(agreed) > 4096:  # at the same call on every rank
-            agreed.clear()
-        agreed.add((device.type, text))
-
-
-def _absent(group: dist.ProcessGroup) -> str:
-    """After a call that every rank was to make failed: who has not failed in it too, in words; "" if nobody knows.
-
-    Costs nothing before: where one rank times out the others' connections close, so all that came say so about now.
-    """
-    try:
-        store = dist.PrefixStore("ringflash/came", group.get_group_store())
-        store.set(str(dist.get_rank(group)), "")
-        deadline = time.monotonic() + ABSENT_SECONDS
-        while absent := [rank for rank in range(dist.get_world_size(group)) if not store.check([str(rank)])]:
-            if time.monotonic() > deadline:
-                return f"; within {ABSENT_SECONDS:g} s there was no word from {_ranks(absent)}"
-            time.sleep(0.02)
-    except RuntimeError:  # the store went with the rank that kept it
-        pass
-    return ""
-
-
-def from_first_rank(group: dist.ProcessGroup, x: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's `x`, which lies on the CPU, on the `device` of every rank. The host waits for gloo alone."""
-    by_nccl = "gloo" not in _backends(group).values()
-    x = ahead(x, device) if by_nccl else x.clone()
-    if group.size() > 1:
-        work = dist.broadcast(x, group=group, group_src=0, async_op=True)
-        _Works(group, [(work, "waiting for what rank 0 of the group drew")]).wait()
-    return x if by_nccl else ahead(x, device)
-
-
-def ahead(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor on the CPU, on the device once that comes to it. The host goes on: for memory that is not
-    pinned it would wait until all that the current stream has been given is done."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True, copy=True)
-
-
-def _gather(group: dist.ProcessGroup, text: str, device: torch.device) -> tuple[list[Tensor], dist.Work | None]:
-    """Start to gather every rank's line of text."""
-    data = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if "gloo" not in dist.get_backend_config(group):
-        mine = mine.to(device if device.type == "cuda" else "cuda")  # what was refused may lie anywhere
-    all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    return all_ranks, dist.all_gather(all_ranks, mine, group=group, async_op=True)
-
-
-def _decode(rows: list[Tensor]) -> list[str]:
-    return [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
-
-
-def _all_texts(group: dist.ProcessGroup, text: str, device: torch.device) -> list[str]:
-    """Every rank's line of text, in rank order."""
-    rows, work = _gather(group, text, device)
-    _Works(group, [(work, "waiting for every rank of the group to say where it is")]).wait()
-    return _decode(rows)
-
-
-def _differences(texts: list[str]) -> str:
-    """Which words differ, and who said what: `seq_len: 101 (rank 0), 100 (ranks 1, 2)`."""
-    words = [{name: value for name, _, value in (word.partition("=") for word in text.split(" "))} for text in texts]
-    found = []
-    for name in words[0]:
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, said in enumerate(words):
-            ranks_by_value.setdefault(said.get(name, "nothing"), []).append(rank)
-        if len(ranks_by_value) > 1:
-            sayings = (f"{value} ({_ranks(ranks)})" for value, ranks in ranks_by_value.items())
-            found.append(f"{name}: {', '.join(sayings)}")
-    return "; ".join(found)
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
-    return x.view(-1).view(torch.uint8)
-
-
-def all_gather_rows(x: Tensor, rows: tuple[int, ...], group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's `x`, where rank `r` has `rows[r]` rows along dim 0. CUDA tensors go through the host on gloo."""
-    staged = x.is_cuda and "nccl" not in dist.get_backend_config(group)
-    padded = x.new_zeros(max(rows), *x.shape[1:], device="cpu" if staged else x.device)
-    padded[: x.shape[0]] = x
-    gathered = [torch.empty_like(padded) for _ in rows]
-    # as bytes: transports know fewer dtypes than there are
-    dist.all_gather([_bytes_of(part) for part in gathered], _bytes_of(padded), group=group)
-    return [part[:count].to(x.device) for part, count in zip(gathered, rows, strict=True)]

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # c10d's 
 from torch.nn import Parameter
 
 from . import comm, nvlink, reference, ring
+from .agreement import agree, ahead, from_first_rank
 from .mask import Mask, decode
 from .merge import Partial
 from .plan import Plan, plan_one, plan_ring
@@ -75,7 +76,7 @@ release_buffers = nvlink.release_buffers
 
 def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> None:
     """Tell the other ranks, which are about to start, that this one refused its arguments."""
-    comm.agree(group, "", error=error, device=device)
+    agree(group, "", error=error, device=device)
 
 
 def _prepare(
@@ -176,7 +177,7 @@ def _attention(
             f"seq_len={seq_len} transport={transport} deterministic={deterministic} sinks={_shape_word(sinks)} "
             f"softcap={softcap} alibi_slopes={_shape_word(slopes)} dropout_p={dropout_p!r}"
         )
-        comm.agree(process_group, words, device=q.device)
+        agree(process_group, words, device=q.device)
     plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
     head_words = _shared_words(q, head_words, group)
     scoring = _scoring(q, sinks, slopes, head_words, scale, softcap, dropout_p)
@@ -193,8 +194,8 @@ def _shared_words(q: Tensor, head_words: Tensor | None, group: str) -> Tensor | 
         raise RuntimeError("dropout can't be captured in a CUDA graph: every replay would drop the same weights")
     if group:
         process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
-        return comm.from_first_rank(process_group, head_words, q.device)
-    return comm.ahead(head_words, q.device)
+        return from_first_rank(process_group, head_words, q.device)
+    return ahead(head_words, q.device)
 
 
 def _scoring(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import comm
+from .agreement import agree, all_gather_rows
 from .layout import WANT_MASK, Runs, count_rows, layout_runs, put_rows, rows_held, runs_to_positions, take_rows
 from .mask import Integers, Mask
 
@@ -130,7 +130,7 @@ def unshard(
         check_rows("x", x.shape[dim], seq_len, group, layout)
         _runs(seq_len, group, layout, layout_mask)  # which checks them
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one
-        comm.agree(group, "", error=error, device=x.device)
+        agree(group, "", error=error, device=x.device)
         raise
     return _Unshard.apply(x, group, layout, dim, layout_mask, seq_len)
 
@@ -184,9 +184,9 @@ def _gather_all(
     words += f" layout={layout} seq_len={seq_len}"
     if layout_mask is not None:
         words += f" layout_mask={layout_mask.digest}"
-    comm.agree(group, words, device=x.device)
+    agree(group, words, device=x.device)
     runs_by_rank = [layout_runs(layout, seq_len, world_size, rank, layout_mask) for rank in range(world_size)]
-    shards = comm.all_gather_rows(x.movedim(dim, 0), tuple(map(count_rows, runs_by_rank)), group)
+    shards = all_gather_rows(x.movedim(dim, 0), tuple(map(count_rows, runs_by_rank)), group)
     whole = x.new_empty(*x.shape[:dim], seq_len, *x.shape[dim + 1 :])
     for runs, rows in zip(runs_by_rank, shards, strict=True):
         put_rows(whole, rows.movedim(0, dim), runs, dim)

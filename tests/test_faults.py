@@ -27,6 +27,7 @@ from test_nvlink import nvlink_on_cpus
 
 import stress_ring
 from ringflash import comm, ops, release_buffers, ring_attention, shard
+from ringflash.agreement import ABSENT_SECONDS
 from ringflash.testing import WorkerError, Workers, random_inputs, relative_error
 from world import World
 
@@ -152,7 +153,7 @@ def test_when_a_rank_is_lost_the_others_say_why_within_the_timeout_and_go_on_wit
             assert re.search(rf"group: ({peers}) failed: .*\(({doing}) {what}", words), words
         else:
             assert f"there was no word from rank {LOST}" in words[-40:], words
-        assert seconds < TIMEOUT + comm.ABSENT_SECONDS + 1.0
+        assert seconds < TIMEOUT + ABSENT_SECONDS + 1.0
         assert fate != "dies" or f"rank {LOST} failed" in words or rank == 3, words  # its neighbours name it
         assert later_error <= FP32_BOUND
 
