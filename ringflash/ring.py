@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import comm
+from .gradients import gradients
 from .merge import NEG_INF, Partial, Sums, sinks_gradient
 from .plan import Plan, Visit
 from .score import Scoring
@@ -125,20 +126,20 @@ def ring_backward(
         own = Sums(empty_like(k), empty_like(v), fresh=True)
         backend.backward(q, k, v, dout, state, plan.own_visit, scoring, take_dkv=lambda: own, first=True)
         return backend.finish_backward(state), own.dk, own.dv, dsinks
-    gradients = comm.gradients(plan, k, v, sums, transport)
+    dkv = gradients(plan, k, v, sums, transport)
     first = True
     try:
-        for index, visit, k_here, v_here in comm.visits(plan, gradients.groups, k, v, transport):
-            gradients.arrive(index)
+        for index, visit, k_here, v_here in comm.visits(plan, dkv.groups, k, v, transport):
+            dkv.arrive(index)
             if visit is None:
-                gradients.take()
+                dkv.take()
                 continue
-            backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=gradients.take, first=first)
+            backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=dkv.take, first=first)
             first = False
             del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
         dq = backend.finish_backward(state)
         del state  # and the sum of dQ goes, before dk and dv are made
-        return dq, *gradients.home(), dsinks
+        return dq, *dkv.home(), dsinks
     except BaseException:
         if transport is not None:
             transport.finish()  # dK and dV may be under way

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from peers import DTYPES, FORMULA, LOADERS, WORK, Case, Inputs, Passes, Shape, make_inputs, passes_of, reason
 from report import Row, append_rows, environment, format_table, output_path, significant, time_interleaved
-from ringflash import comm, flash_attention, ops, release_buffers
+from ringflash import comm, flash_attention, gradients, ops, release_buffers
 from ringflash.comm import Fetch, NvlinkTransport, Pending, RowShape
 from ringflash.layout import WANT_MASK
 from ringflash.nvlink import Flat
@@ -132,11 +132,11 @@ class Rank:
 
     @property
     def straight(self) -> Straight | None:
-        return comm.straight_of(self.plan, self.inputs.k, self.inputs.v, _sums(self.inputs))
+        return gradients.straight_of(self.plan, self.inputs.k, self.inputs.v, _sums(self.inputs))
 
     @property
-    def halves(self) -> comm.Halves:
-        return comm.halved(self.plan, self.inputs.k, self.inputs.v, _sums(self.inputs))
+    def halves(self) -> gradients.Halves:
+        return gradients.halved(self.plan, self.inputs.k, self.inputs.v, _sums(self.inputs))
 
     def visits_of(self, pass_name: str) -> int:
         visits = [group.visit for group in self.forward_groups]

@@ -39,7 +39,7 @@ from accuracy import NAMES, failures
 from check_ring import one_rank_errors, ring_errors, variants
 from peers import DTYPES, Inputs, Shape, make_inputs
 from report import add_output_arguments, append_rows, environment, output_path, significant
-from ringflash import comm, nvlink, ring_attention, shard, transport_of
+from ringflash import comm, gradients, nvlink, ring_attention, shard, transport_of
 from ringflash.layout import LAYOUTS
 from ringflash.testing import relative_error
 from world import World, add_world_arguments, reduce, start_world
@@ -80,13 +80,12 @@ class Passes:
         variant = variants(problem.shape.s)[problem.mask]
         self.how: dict[str, Any] = {"group": world.group, "layout": problem.layout}
         # some problems go as large ones would: in several launches forward; backward half by half, in place, in laps
-        first = 0 if problem.seed % 2 else comm.FIRST_BYTES
+        self.first_bytes = 0 if problem.seed % 2 else comm.FIRST_BYTES
         self.sizes = {
-            "FIRST_BYTES": first,
-            "HALVED_BYTES": 0 if problem.seed % 3 else comm.HALVED_BYTES,
-            "APART_BYTES": 0 if problem.seed % 4 < 2 else comm.APART_BYTES,
-            "STRAIGHT_BYTES": 0 if problem.seed % 5 < 3 else comm.STRAIGHT_BYTES,
-            "LAP_BYTES": (0, 2**16, comm.LAP_BYTES)[problem.seed % 5 % 3],
+            "HALVED_BYTES": 0 if problem.seed % 3 else gradients.HALVED_BYTES,
+            "APART_BYTES": 0 if problem.seed % 4 < 2 else gradients.APART_BYTES,
+            "STRAIGHT_BYTES": 0 if problem.seed % 5 < 3 else gradients.STRAIGHT_BYTES,
+            "LAP_BYTES": (0, 2**16, gradients.LAP_BYTES)[problem.seed % 5 % 3],
             "LAP_SHARDS": 1,
         }
         if problem.layout == "balanced":
@@ -99,7 +98,7 @@ class Passes:
 
     def __call__(self, between: Callable[[], None]) -> list[Tensor]:
         q, k, v = leaves = [x.detach().requires_grad_() for x in self.inputs[:3]]
-        with mock.patch.dict(vars(comm), self.sizes):
+        with mock.patch.object(comm, "FIRST_BYTES", self.first_bytes), mock.patch.dict(vars(gradients), self.sizes):
             out, lse = ring_attention(q, k, v, **self.how, return_lse=True)
             between()
             return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, self.inputs.dout)]

@@ -21,7 +21,17 @@ import torch.nn.functional as F
 from oracle import FP32_BOUND, Attention, assert_close, dense, world
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringflash import Mask, comm, flash_attention, release_buffers, ring_attention, shard, transport_of, unshard
+from ringflash import (
+    Mask,
+    comm,
+    flash_attention,
+    gradients,
+    release_buffers,
+    ring_attention,
+    shard,
+    transport_of,
+    unshard,
+)
 from ringflash.nvlink import SHARING
 from ringflash.testing import Inputs, Workers, random_inputs, relative_error
 
@@ -313,7 +323,7 @@ def ring_errors(layout: str, causal: bool, seq_len: int, dtype: torch.dtype, tra
     for bounds in SUMS_GO.values():
         with pytest.MonkeyPatch.context() as patch:
             for name, value in bounds.items():
-                patch.setattr(comm, name, value)
+                patch.setattr(gradients, name, value)
             found.append(errors(ring_attend(inputs, layout, causal=causal, transport=transport), expected))
     return found, errors(attend(inputs, causal=causal), expected)
 
@@ -609,8 +619,8 @@ def ring_peak_memory(rows: int, transport: str) -> int:
     torch.cuda.reset_peak_memory_stats()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "GROUP_BYTES", 0)
-        patch.setattr(comm, "STRAIGHT_BYTES", 0)
-        patch.setattr(comm, "LAP_BYTES", 0)
+        patch.setattr(gradients, "STRAIGHT_BYTES", 0)
+        patch.setattr(gradients, "LAP_BYTES", 0)
         torch.autograd.grad(ring_attention(*leaves, group=group, causal=True, transport=transport), leaves, dout)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before + release_buffers(group)

@@ -24,6 +24,7 @@ from torch import Tensor
 from emulation import Loopback, Rank
 from peers import Shape, make_inputs, passes_of
 from ringflash import comm, nvlink, release_buffers, ring_attention, shard
+from ringflash import gradients as dkv
 from ringflash.comm import NvlinkTransport
 from ringflash.layout import count_rows, layout_runs
 from ringflash.mask import Mask
@@ -157,16 +158,16 @@ def all_same_bits(layout: str) -> list[bool]:
     names = "HALVED_BYTES", "APART_BYTES", "STRAIGHT_BYTES", "LAP_BYTES", "LAP_SHARDS"
     sizes = (
         (0, 0, 0, 0, 1),  # all shards in halves
-        (0, comm.APART_BYTES, 0, 0, 1),  # others' alone
-        (comm.HALVED_BYTES, 0, 0, 0, 1),  # none
-        (0, 0, comm.STRAIGHT_BYTES, 0, 1),  # sums straight home, from one launch where that is little
-        (0, 0, 0, comm.LAP_BYTES, 1),  # from one launch
+        (0, dkv.APART_BYTES, 0, 0, 1),  # others' alone
+        (dkv.HALVED_BYTES, 0, 0, 0, 1),  # none
+        (0, 0, dkv.STRAIGHT_BYTES, 0, 1),  # sums straight home, from one launch where that is little
+        (0, 0, 0, dkv.LAP_BYTES, 1),  # from one launch
         (0, 0, 0, 12 * 2 * (16 + 24) * 4, 1),  # from launches of 1 to 3 shards
     )
     for bounds, seq_len in product(sizes, lengths):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in zip(names, bounds, strict=True):
-                patch.setattr(comm, name, value)
+                patch.setattr(dkv, name, value)
             results += [same_bits(seq_len, layout, **mask) for mask in MASKS.values()]
     with nvlink_on_cpus():
         return [*results, release_buffers(world()) > 0, release_buffers(world()) == 0]
@@ -234,11 +235,11 @@ def differing_random_problems(iterations: int, seed: int) -> list[str]:
             "seed": iteration, **MASKS[order.choice(list(MASKS))],
         }  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comm, "HALVED_BYTES", order.choice([0, comm.HALVED_BYTES]))
-            patch.setattr(comm, "APART_BYTES", order.choice([0, comm.APART_BYTES]))
-            patch.setattr(comm, "STRAIGHT_BYTES", order.choice([0, comm.STRAIGHT_BYTES]))
-            patch.setattr(comm, "LAP_BYTES", order.choice([0, 12 * 2 * (16 + 24) * 4, comm.LAP_BYTES]))
-            patch.setattr(comm, "LAP_SHARDS", 1)
+            patch.setattr(dkv, "HALVED_BYTES", order.choice([0, dkv.HALVED_BYTES]))
+            patch.setattr(dkv, "APART_BYTES", order.choice([0, dkv.APART_BYTES]))
+            patch.setattr(dkv, "STRAIGHT_BYTES", order.choice([0, dkv.STRAIGHT_BYTES]))
+            patch.setattr(dkv, "LAP_BYTES", order.choice([0, 12 * 2 * (16 + 24) * 4, dkv.LAP_BYTES]))
+            patch.setattr(dkv, "LAP_SHARDS", 1)
             patch.setattr(comm, "GROUP_BYTES", order.choice([0, 10_000, comm.GROUP_BYTES]))
             patch.setattr(comm, "FIRST_BYTES", order.choice([0, comm.FIRST_BYTES]))
             expected = attend(**options)
@@ -293,7 +294,7 @@ def differing_in_laps(most_shards: int) -> list[str]:
     wrong = []
     for shards, layout, mask in product(range(1, most_shards + 1), LAYOUTS[:2], MASKS):
         lap_bytes = shards * 10 * 2 * 2 * (16 + 24) * 4
-        with mock.patch.multiple(comm, STRAIGHT_BYTES=0, LAP_SHARDS=1, LAP_BYTES=lap_bytes), nvlink_on_cpus():
+        with mock.patch.multiple(dkv, STRAIGHT_BYTES=0, LAP_SHARDS=1, LAP_BYTES=lap_bytes), nvlink_on_cpus():
             expected = attend(47, layout, **MASKS[mask])
             with late_pulls_of_sums():
                 if not all(map(torch.equal, attend(47, layout, **MASKS[mask]), expected)):
@@ -335,7 +336,7 @@ def looped_back() -> list[str]:
     """A pass of rank 5 of 8 in a group of one: what it leaves up, and what it has not launched."""
     wrong, inputs = [], make_inputs(Shape(1, 2, 1, 16, 16), torch.float32, torch.device("cpu"))
     with nvlink_on_cpus(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "HALVED_BYTES", 0)
+        patch.setattr(dkv, "HALVED_BYTES", 0)
         transport = Loopback(world(), inputs.q.device)
         rank = Rank(plan_ring(Mask(right=0), "zigzag", 8 * 16, 5, 8), inputs, "torch", transport)
         with rank.around():

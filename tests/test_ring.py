@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from ringflash import Mask, comm, flash_attention, plan, positions, ring_attention, shard, unshard
+from ringflash import gradients as dkv
 from ringflash.testing import Inputs, Workers, random_inputs, relative_error
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
@@ -136,11 +137,11 @@ def attend_in_pieces(
     """Backward half by half, the own shard too where it has more than `apart_bytes` of sums; forward in groups of at
     most so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "HALVED_BYTES", 0)
-        patch.setattr(comm, "APART_BYTES", apart_bytes)
+        patch.setattr(dkv, "HALVED_BYTES", 0)
+        patch.setattr(dkv, "APART_BYTES", apart_bytes)
         patch.setattr(comm, "GROUP_BYTES", group_bytes)
-        patch.setattr(comm, "STRAIGHT_BYTES", 0)
-        patch.setattr(comm, "LAP_BYTES", 0)
+        patch.setattr(dkv, "STRAIGHT_BYTES", 0)
+        patch.setattr(dkv, "LAP_BYTES", 0)
         return attend_to_parts(problems, layout, **options)
 
 
@@ -160,9 +161,9 @@ def test_halves_and_small_groups_match_dense_attention(workers, world_size, layo
 def attend_in_laps(problems: list[Problem], layout: str, lap_bytes: int, **options) -> list[Attention]:
     """Backward, sums of at most so many bytes go straight home from every launch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "STRAIGHT_BYTES", 0)
-        patch.setattr(comm, "LAP_BYTES", lap_bytes)
-        patch.setattr(comm, "LAP_SHARDS", 1)
+        patch.setattr(dkv, "STRAIGHT_BYTES", 0)
+        patch.setattr(dkv, "LAP_BYTES", lap_bytes)
+        patch.setattr(dkv, "LAP_SHARDS", 1)
         return attend_to_parts(problems, layout, **options)
 
 
@@ -419,7 +420,7 @@ def attend_with_nccls_messages(whole: Inputs, layout: str, bounds: dict[str, int
     options |= {"seq_len": whole.q.shape[1], "layout": layout, "causal": True}
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as stream:
         for name, value in bounds.items():
-            patch.setattr(comm, name, value)
+            patch.setattr(dkv, name, value)
         by_gloo = attend_here(local_part(whole, held), **options)
         patch.setattr(comm, "GlooTransport", None)
         patch.setattr(comm, "make_transport", lambda name, group, device: InOrder(group, device, stream))

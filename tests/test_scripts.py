@@ -36,7 +36,7 @@ import stress_ring
 from accuracy import NAMES
 from emulation import Rank, ResidentTransport
 from peers import LOADERS, MASKS, Case, Inputs, Shape, make_inputs, make_mask
-from ringflash import comm, flash_attention, merge, ring_attention
+from ringflash import flash_attention, gradients, merge, ring_attention
 from ringflash.layout import layout_runs, take_rows
 from ringflash.mask import Mask, area
 from ringflash.ops import HAS_TRITON
@@ -450,9 +450,9 @@ def test_sums_that_go_straight_home_arrive_at_an_emulated_rank_during_its_last_v
 
 @pytest.mark.parametrize(("halved", "apart"), [(False, False), (True, False), (True, True)])
 def test_what_arrives_at_an_emulated_rank_is_what_its_plan_needs_and_the_sums_of_every_hop(monkeypatch, halved, apart):
-    monkeypatch.setattr(comm, "HALVED_BYTES", 0 if halved else 2**40)
-    monkeypatch.setattr(comm, "APART_BYTES", 2**40 if apart else 0)
-    monkeypatch.setattr(comm, "LAP_BYTES", 0)
+    monkeypatch.setattr(gradients, "HALVED_BYTES", 0 if halved else 2**40)
+    monkeypatch.setattr(gradients, "APART_BYTES", 2**40 if apart else 0)
+    monkeypatch.setattr(gradients, "LAP_BYTES", 0)
     inputs = make_inputs(Shape(2, 4, 2, 16, 8), torch.bfloat16, CPU)
     row = 2 * 2 * 2 * 8  # elements of k and v in a row of both batches
     for number in range(8):
