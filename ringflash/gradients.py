@@ -46,6 +46,7 @@ STRAIGHT_BYTES = 2**28  # most sums of others that go straight home: see Note [S
 STRAIGHT_SHARDS = 2  # most of them in shards: to add more to the own sums costs as much as it spares
 LAP_BYTES = 2**27  # most sums of a lap
 LAP_SHARDS = 8  # of so many shards or more
+LAP_RANKS = 128  # in a ring of so many at most: laps of 128 ranks take about 2 s to plan, and four times that for twice
 
 
 class Packed(NamedTuple):
@@ -346,6 +347,7 @@ def straight_of(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Straigh
     lap_rows = LAP_BYTES // row_bytes
     lap_steps = lap_rows // max(plan.most_rows, 1)
     may_come_anew = plan.own_visit.mask.cu_seqlens is not None  # with every batch, and laps take long to plan
-    if straight is None and lap_steps >= min(LAP_SHARDS, plan.hops) and not may_come_anew:
+    is_soon_planned = plan.world_size <= LAP_RANKS and not may_come_anew
+    if straight is None and is_soon_planned and lap_steps >= min(LAP_SHARDS, plan.hops):
         straight = go_straight(plan, min(lap_steps, plan.hops), lap_rows)
     return straight
