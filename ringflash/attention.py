@@ -194,16 +194,16 @@ def ring_attention(
             are told which rank refused and why), rows that don't fit the layout, or ranks that disagree with each
             other in shapes, dtypes or options (names which rank passed what).
         RuntimeError: a peer is gone, or did not answer within the group's timeout. Over gloo it names this rank, the
-            peer and the step, or who did not come to the call. With "nvlink" the wait is on the device: a
+            peer and what it waited for, or who did not come to the call. With "nvlink" the wait is on the device: a
             line on stdout names rank, peer and channel (`2 * n` or one more for the n-th message of dK and dV), the
             CUDA context is lost, and the next call that waits for the device raises. With "nccl" PyTorch's watchdog
             ends the process, unless told otherwise.
 
     "nvlink" keeps two buffers in a group and device, which grow to the largest call: k and v of a rank once, in their
     dtype, and dk and dv of a rank one and a half times, in fp32 (twice, where they are less than 64 MiB or, between two
-    ranks, at most 128 MiB).
-    `release_buffers` gives them back. During a forward pass, shards of several ranks that are attended to at once take
-    up to 256 MiB, twice; a larger shard is attended to alone.
+    ranks, at most 128 MiB; where they go straight home at most 256 MiB). `release_buffers` gives them back. During a
+    forward pass, shards of several ranks that are attended to at once take up to 128 MiB, the first ones 256 MiB, and
+    as much again arrives; a larger shard is attended to alone.
 
     Source: Ring Attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889; striped: Brandon et al. (2023),
     https://arxiv.org/abs/2311.09431.

@@ -9,12 +9,11 @@ needs. By messages, whole shards go from rank to rank (K and V in one message, t
 needed of them is copied out as they pass.
 
 Note [Groups]. Forward, every visit after the first merges with what is there, which costs memory traffic, and a launch
-ends with idle multiprocessors. So shards that arrived meanwhile are attended to in one launch: 2, then 6 of 8. Their
-rows land in ascending order of position, which makes them one visit like any other. The first launch has the rank's own
-shard; to wait for a second one costs less by NVLink than a launch for each, unless that one is large: emulated, two
-GPUs with 8k tokens each had an efficiency of 0.88 with two launches and have 0.98 with one (results/emulate_ring.csv).
-Where a mask lets little of the others' shards be seen, all of that is waited for. All transports group alike, and give
-the same bits.
+ends with idle multiprocessors. So shards that arrived meanwhile are attended to in one launch. Their rows land in
+ascending order of position, which makes them one visit like any other. The first launch has the rank's own shard; to
+wait for a second one costs less by NVLink than a launch for each, unless that one is large: emulated, two GPUs with 8k
+tokens each had an efficiency of 0.88 with two launches and have 0.98 with one (results/emulate_ring.csv). More of them
+are waited for while they are little, FEW_BYTES in all. All transports group alike, and give the same bits.
 """
 
 import logging

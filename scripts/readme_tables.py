@@ -6,6 +6,7 @@ A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`. Of each
 case; a run is one start of a program, and all of its rows carry the same date.
 """
 
+import argparse
 import csv
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -277,6 +278,7 @@ def render(text: str, results: Path) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for path in (ROOT / place for place in PLACES):
         path.write_text(render(path.read_text(), ROOT / "results"))
 

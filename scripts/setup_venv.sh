@@ -38,5 +38,5 @@ fi
 
 echo "Installing ringflash[$extras] into .venv" >&2
 .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-    ${index[@]+"${index[@]}"} --constraint constraints.txt --editable ".[$extras]"
+    ${index[@]+"${index[@]}"} --constraint constraints.txt --config-settings editable_mode=compat --editable ".[$extras]"
 echo "$state" >"$stamp"
