@@ -80,7 +80,7 @@ class Transport(Protocol):
     def exchange(self, send: Tensor, receive: Tensor, to: int, source: int, tag: int) -> Pending:
         """Start to send one flat tensor and to receive another; an empty one is not sent. Returns at once.
 
-        `tag` is above 0 for dK and dV and counts their exchanges.
+        `tag` is above 0 for dK and dV and counts their exchanges with the same ranks.
         """
         ...
 
@@ -363,9 +363,7 @@ def grouped(plan: Plan, k: Tensor, v: Tensor) -> tuple[Group, ...]:
     return group_visits(plan, most, first, few)
 
 
-def visits(
-    plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transport: Transport | None
-) -> Iterator[Arrival]:
+def visits(plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transport: Transport) -> Iterator[Arrival]:
     """Yield `(index, visit, k, v)` for every group; the next one is already on its way.
 
     `k` and `v` are the rows that the visit is about, good until the next is asked for. See Note [Two buffers].
@@ -381,11 +379,6 @@ def visits(
         with span("fetch from {}", _Sources(plan, group)):
             return fetch(group, place)
 
-    if transport is None or plan.hops == 0:
-        for index, group in enumerate(groups):
-            with span("visit {} from {}", index, _Sources(plan, group)):
-                yield index, group.visit, *mine(group)
-        return
     shape = RowShape.of(k, v)
     brought, sizes = _brought(groups, shape)
     ahead = deque(brought)

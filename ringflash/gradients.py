@@ -77,7 +77,7 @@ class Halves(NamedTuple):
 def halved(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Halves:
     """How the backward pass goes about a plan, with sums in `dtype`."""
     nbytes = RowShape.of(k, v).size(plan.most_rows) * dtype.itemsize
-    is_apart = plan.hops > 0 and nbytes <= APART_BYTES
+    is_apart = nbytes <= APART_BYTES
     parts = 2 if nbytes >= HALVED_BYTES and plan.hops > is_apart else 1
     return Halves(split_visits(plan, parts, 1 if is_apart else parts), parts, is_apart)
 
@@ -88,18 +88,15 @@ class Gradients:
     Once for each group, in order: `arrive(index)`, then `take()`. In the end `home()`.
     """
 
-    def __init__(
-        self, plan: Plan, halves: Halves, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport | None
-    ):
-        self.plan, self.transport = plan, transport
+    def __init__(self, plan: Plan, halves: Halves, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport):
+        self.transport = transport
         self.groups, self.parts, self.is_apart = halves
         self.like, self.dtype, shape = (k, v), dtype, RowShape.of(k, v)
         self.legs = _legs(plan, self.parts, 1 if self.is_apart else self.parts, shape)
-        self.own: Sums | None = None  # of a ring of one, or apart
-        self.buffers: list[Packed] = []  # of this group, of the others of its step, and one for what comes next
-        if transport is not None and plan.hops > 0:
-            size = shape.size(-(-plan.most_rows // self.parts))
-            self.buffers = [Packed(x, shape) for x in transport.buffers(self.parts + 1, size, dtype)]
+        self.own: Sums | None = None  # where it lies apart
+        size = shape.size(-(-plan.most_rows // self.parts))
+        # of this group, of the others of its step, and one for what comes next
+        self.buffers = [Packed(x, shape) for x in transport.buffers(self.parts + 1, size, dtype)]
         self.pending: Pending | None = None
         self.leg: _Leg | None = None  # on which what is pending travels
         self.index = 0
@@ -111,7 +108,6 @@ class Gradients:
 
     def _send_on(self, index: int) -> None:
         """Start to send what is finished, and to bring here what the same part of the next step adds to."""
-        assert self.transport is not None
         self.leg = leg = self.legs[index]
         send = self.buffers[0].buffer.see(Flat.first, leg.size)
         receive = self.buffers[-1].buffer.see(Flat.first, leg.next_size)
@@ -133,7 +129,7 @@ class Gradients:
     def take(self) -> Sums:
         """The running sums of this group, once they are here: of the rows that its visit is about."""
         group = self.groups[self.index]
-        if group.last_step == 0 and (self.is_apart or not self.buffers):
+        if group.last_step == 0 and self.is_apart:
             dk, dv = (x.new_empty(x.shape, dtype=self.dtype) for x in self.like)
             self.own = Sums(dk, dv, fresh=True)
             return self.own
@@ -149,9 +145,6 @@ class Gradients:
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
         own = None if self.own is None else self.own[:2]
-        if own is not None and not self.buffers:
-            dk, dv = (x.to(like.dtype) for x, like in zip(own, self.like, strict=True))
-            return dk, dv
         self._wait()
         dk, dv = results = [x.new_empty(x.shape) for x in self.like]
         for part in range(self.parts):  # results must not alias the buffers, which the next pass uses
@@ -163,7 +156,6 @@ class Gradients:
                     into.copy_(theirs)
                 else:
                     torch.add(own[i] if self.parts == 1 else own[i][:, cut], theirs, out=into)
-        assert self.transport is not None
         self.transport.finish()
         return dk, dv
 
@@ -263,13 +255,10 @@ def _ranges(pieces: tuple[Piece, ...], rows: int, shape: RowShape) -> list[tuple
 class StraightGradients:
     """dK and dV that go straight home: see Note [Straight home]. Used as `Gradients`."""
 
-    def __init__(
-        self, plan: Plan, straight: Straight, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport | None
-    ):
-        self.plan, self.transport = plan, transport
+    def __init__(self, straight: Straight, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport):
+        self.transport = transport
         self.laps, self.groups = straight.laps, straight.groups
         self.like, self.dtype, self.shape = (k, v), dtype, RowShape.of(k, v)
-        assert transport is not None
         buffers = transport.buffers(min(len(self.laps), 2), self.shape.size(straight.most_rows), dtype)
         self.buffers = [Packed(x, self.shape) for x in buffers]  # of this lap, and of the one before
         self.on_the_way: deque[tuple[Pending, _Home, Tensor]] = deque()  # what comes in a lap, and where it lands
@@ -281,7 +270,6 @@ class StraightGradients:
         self.index = index
         if index == 0:
             return
-        assert self.transport is not None
         home = _ways_home(self.laps[index - 1], self.shape)
         come = self.like[0].new_empty(home.size, dtype=self.dtype)
         with span("dK and dV go home"):
@@ -308,7 +296,7 @@ class StraightGradients:
 
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
-        assert self.transport is not None and self.own is not None
+        assert self.own is not None
         while self.on_the_way:
             self._add(self.own)
         self.transport.finish()
@@ -329,12 +317,12 @@ class StraightGradients:
 
 
 def gradients(
-    plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport | None
+    plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport
 ) -> "Gradients | StraightGradients":
     """What the backward pass attends to at a time, its `groups`, and where their sums, in `dtype`, go."""
     straight = straight_of(plan, k, v, dtype)
     if straight is not None:
-        return StraightGradients(plan, straight, k, v, dtype, transport)
+        return StraightGradients(straight, k, v, dtype, transport)
     return Gradients(plan, halved(plan, k, v, dtype), k, v, dtype, transport)
 
 

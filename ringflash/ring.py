@@ -88,6 +88,7 @@ def ring_forward(
         total = Partial(out, q.new_empty((b, h, s), dtype=wide))
         backend.forward(q, k, v, plan.own_visit, scoring, into=total, before=None)
         return total
+    assert transport is not None
     groups = comm.grouped(plan, k, v)
     lse, running = q.new_empty((b, h, s), dtype=wide), None
     for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
@@ -126,6 +127,7 @@ def ring_backward(
         own = Sums(empty_like(k), empty_like(v), fresh=True)
         backend.backward(q, k, v, dout, state, plan.own_visit, scoring, take_dkv=lambda: own, first=True)
         return backend.finish_backward(state), own.dk, own.dv, dsinks
+    assert transport is not None
     dkv = gradients(plan, k, v, sums, transport)
     first = True
     try:
@@ -141,6 +143,5 @@ def ring_backward(
         del state  # and the sum of dQ goes, before dk and dv are made
         return dq, *dkv.home(), dsinks
     except BaseException:
-        if transport is not None:
-            transport.finish()  # dK and dV may be under way
+        transport.finish()  # dK and dV may be under way
         raise
