@@ -423,7 +423,6 @@ def backward_kernel(
 ):  # fmt: skip
     """One block of keys of one key/value head against the queries that see it."""
     HAS_TABLE: gl.constexpr = seen is not None
-    SLOTS: gl.constexpr = STAGES + 1 if WITH_DQ else 1
     block, kv_head, batch = _find_block(n_blocks, kv_heads, kv_together)
     low, high, tiles, nothing = _load_block(blocks, block, BLOCK_Q)
     if ADD:
@@ -444,7 +443,6 @@ def backward_kernel(
     v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_D], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dout_desc.dtype, [STAGES, 1, BLOCK_Q, 1, BLOCK_DV], dout_desc.layout)
-    ds_s = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, BLOCK_K, BLOCK_Q], ds_layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     seen_s = gl.allocate_shared_memory(gl.int32, [2 * STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -458,14 +456,19 @@ def backward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=33)  # TMA, and a warp's lanes that copy lse
         mbarrier.init(dout_full.index(stage), count=33)
         mbarrier.init(free.index(stage), count=2)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(ds_full.index(slot), count=2)
+    if WITH_DQ:
+        ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES + 1, BLOCK_K, BLOCK_Q], ds_layout)
+        ds_full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(STAGES + 1):
+            mbarrier.init(ds_full.index(slot), count=2)
+    else:  # nothing that nobody waits for: Triton would keep what warpgroups are told where it lies
+        ds_s: gl.constexpr = None
+        ds_full: gl.constexpr = None
     buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s)
     barriers = (kv_full, q_full, dout_full, ds_full, free)
     tiles = (first, full_first, full_stop, stop)

@@ -56,6 +56,19 @@ class Compiled:
         return "red.global.add.v4.f32" in self.ptx
 
     @property
+    def barriers_written_over(self) -> list[int]:
+        """Addresses of barriers in shared memory where what warpgroups are told is stored too."""
+        places = dict.fromkeys(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", self.ptx), 0)
+        for register, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", self.ptx):
+            if places.get(base) == 0:
+                places[register] = int(offset)
+        barriers = [places[register] for register in re.findall(r"mbarrier\.init[^\[]*\[(%r\d+)\]", self.ptx)]
+        stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+)\s*\[global_smem(?:\+(\d+))?\]", self.ptx)
+        assert barriers and stores
+        spans = [(int(at or 0), int(at or 0) + int(count or 1) * int(bits) // 8) for count, bits, at in stores]
+        return [at for at in barriers if any(begin < at + 8 and at < end for begin, end in spans)]
+
+    @property
     def stores_four_floats_at_a_time(self) -> bool:
         """In shared memory, at an address that a register holds: arguments of warpgroups lie at ones that are known."""
         return re.search(r"st\.shared\.v4\.b32\s*\[\s*%r", self.ptx) is not None

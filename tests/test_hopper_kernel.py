@@ -172,6 +172,12 @@ def test_kernels_use_wgmma_and_tma_and_fit_in_shared_memory(variant, code):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", TUNED + OTHERS, ids=describe)
+def test_what_warpgroups_are_told_is_not_stored_over_a_barrier(variant, code):
+    assert code(variant).barriers_written_over == []
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", TUNED, ids=describe)
 def test_nothing_is_spilled_up_to_head_dim_128(variant, code):
     assert code(variant).spilled_bytes == 0
