@@ -220,8 +220,7 @@ def ring_attention(
         seq_len = q.shape[1] * ranks.size() if seq_len is None else seq_len
         check_layout_mask(layout, layout_mask)
         balancing = ([], None) if layout_mask is None else (list(layout_mask.numbers), layout_mask.documents)
-        check_rows("q", q.shape[1], seq_len, ranks, layout)
-        check_rows("k and v", k.shape[1], seq_len, ranks, layout)
+        check_rows({"q": q.shape[1], "k and v": k.shape[1]}, seq_len, ranks, layout)
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one
         if not torch.compiler.is_compiling():  # a tracer runs nothing; the call that it gives up runs again without it
             ops.refuse(ranks, error, q.device if isinstance(q, Tensor) else torch.device("cpu"))
@@ -314,25 +313,25 @@ def _check_scoring(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, float, float | None, float]:
     """Sinks, slopes, heads' words where there is dropout, scale, softcap and dropout, as operators take them."""
     batch, _, heads, head_dim = q.shape
-    _check_of_heads("sinks", sinks, [(heads,)], "a logit per query head", q)
-    _check_of_heads("alibi_slopes", alibi_slopes, [(heads,), (batch, heads)], "a slope per query head", q)
-    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError("alibi_slopes must not require a gradient: there is none of them")
+    if sinks is not None:
+        _check_of_heads("sinks", sinks, [(heads,)], "a logit per query head", q)
+    if alibi_slopes is not None:
+        _check_of_heads("alibi_slopes", alibi_slopes, [(heads,), (batch, heads)], "a slope per query head", q)
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError("alibi_slopes must not require a gradient: there is none of them")
     if softcap is not None:
         softcap = _check_positive("softcap", softcap)
         if not 1e-9 <= softcap <= 1e9:  # what kernels make of it would leave the range of fp32, silently
             raise ValueError(f"softcap must be from 1e-9 to 1e9, got {softcap}")
-    if not isinstance(dropout_p, Real) or not 0 <= dropout_p < 1:
+    if not isinstance(dropout_p, (float, Real)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    dropout_p = round_dropout(float(dropout_p))
+    dropout_p = round_dropout(float(dropout_p)) if dropout_p else 0.0
     factor: float = head_dim**-0.5 if scale is None else _check_positive("scale", scale)
     head_words = draw_head_words(batch, heads) if dropout_p else None
     return sinks, alibi_slopes, head_words, factor, softcap, dropout_p
 
 
-def _check_of_heads(name: str, x: Tensor | None, shapes: list[tuple[int, ...]], what: str, q: Tensor) -> None:
-    if x is None:
-        return
+def _check_of_heads(name: str, x: Tensor, shapes: list[tuple[int, ...]], what: str, q: Tensor) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point() or tuple(x.shape) not in shapes:
         seen = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         wanted = " or ".join(map(str, shapes))

@@ -102,9 +102,7 @@ def layout_runs(layout: str, seq_len: int, world_size: int, rank: int, layout_ma
 
 def rows_held(layout: str, seq_len: int, world_size: int, rank: int) -> int:
     """How many rows `rank` holds, under any mask."""
-    _check_layout(layout, seq_len, world_size, rank)
-    runs = LAYOUTS["contiguous" if layout in WANT_MASK else layout](seq_len, world_size, rank, None)
-    return sum(run.length for run in runs)
+    return count_rows(layout_runs("contiguous" if layout in WANT_MASK else layout, seq_len, world_size, rank))
 
 
 def _check_layout(layout: str, seq_len: int, world_size: int, rank: int) -> None:

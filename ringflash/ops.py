@@ -6,9 +6,10 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 
 from . import comm, nvlink, reference, ring
 from .agreement import agree, ahead, from_first_rank
-from .mask import Mask, decode
+from .mask import Encoded, Mask, decode, encode
 from .merge import Partial
 from .plan import Plan, plan_one, plan_ring
 from .score import Scoring
@@ -48,7 +49,7 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
 def _triton_obstacle(device_type: str, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels can't take tensors of this kind, or `None`."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the kernels take float16, bfloat16 and float32, got {str(dtype).removeprefix('torch.')}"
+        return f"the kernels take float16, bfloat16 and float32, got {_short(dtype)}"
     if not HAS_TRITON:
         return "triton is not installed"
     if device_type == "cuda":
@@ -79,46 +80,63 @@ def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> 
     agree(group, "", error=error, device=device)
 
 
+class _Options(NamedTuple):
+    """What an operator is told beside tensors on the device, all by value. `group` and `layout` are "" without one."""
+
+    scale: float
+    softcap: float | None
+    dropout_p: float
+    mask: Sequence[int]
+    documents: Tensor | None
+    backend: str
+    group: str
+    layout: str
+    layout_mask: Sequence[int]
+    layout_documents: Tensor | None
+    seq_len: int
+    transport: str
+    deterministic: bool
+
+
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    mask: Sequence[int],
-    documents: Tensor | None,
-    group: str,
-    layout: str,
-    layout_mask: Sequence[int],
-    layout_documents: Tensor | None,
-    seq_len: int,
-    transport: str,
+    q: Tensor, k: Tensor, options: _Options, words: Callable[[Mask], str] | None = None
 ) -> tuple[Plan, comm.Transport | None]:
-    if not group:
-        lengths = q.shape[1], k.shape[1]
-        if documents is None:
-            return _plan_alone(tuple(mask), *lengths), None
-        return plan_one(_decode(mask, documents, group, *lengths), *lengths), None
-    decoded = _decode(mask, documents, group, seq_len, seq_len)
-    process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
-    laid_out = decode(layout_mask, layout_documents) if layout_mask else None
-    rank, world_size = process_group.rank(), process_group.size()
-    plan = plan_ring(decoded, layout, seq_len, rank, world_size, laid_out)
+    """The plan of this rank, and what moves its shards. In a forward pass ranks are compared before any moves: all must
+    have the same `words`. Raises `ValueError` for documents that are no boundaries of this sequence."""
+    mask, layout_mask = encode(options.mask, options.documents), _layout_mask(options)
+    if not options.group:
+        return _find_plan(mask, layout_mask, "", q.shape[1], k.shape[1]), None
+    group = _resolve_process_group(options.group)  # pyright: ignore[reportArgumentType]
+    lengths = options.seq_len, options.seq_len
+    try:
+        plan = _find_plan(mask, layout_mask, options.layout, *lengths, group.rank(), group.size())
+    except Exception as error:
+        if words is not None:
+            refuse(group, error, q.device)
+        raise
+    if words is not None:
+        agree(group, words(plan.own_visit.mask), device=q.device)
     if plan.hops == 0:
         return plan, None
-    return plan, comm.make_transport(pick_transport(transport, process_group, q.device), process_group, q.device)
+    return plan, comm.make_transport(pick_transport(options.transport, group, q.device), group, q.device)
+
+
+def _layout_mask(options: _Options) -> Encoded | None:
+    return encode(options.layout_mask, options.layout_documents) if options.layout_mask else None
 
 
 @lru_cache(maxsize=256)
-def _plan_alone(mask: tuple[int, ...], query_len: int, key_len: int) -> Plan:
-    """The plan without a group, under a mask without documents: that is made of few numbers, so it is soon found."""
-    return plan_one(_decode(mask, None, "", query_len, key_len), query_len, key_len)
-
-
-def _decode(mask: Sequence[int], documents: Tensor | None, group: str, query_len: int, key_len: int) -> Mask:
-    """The mask. Raises `ValueError` for documents that are no boundaries of this sequence."""
-    decoded = decode(mask, documents, longest=query_len + key_len)  # no query and key are that far apart
-    if decoded.cu_seqlens_q is not None and group:
+def _find_plan(
+    mask: Encoded, layout_mask: Encoded | None, layout: str, query_len: int, key_len: int, rank: int = 0, world: int = 1
+) -> Plan:
+    """The plan, without a group where there is no layout: by few numbers, so it is soon found."""
+    decoded = decode(mask, longest=query_len + key_len)  # no query and key are that far apart
+    if decoded.cu_seqlens_q is not None and layout:
         raise ValueError("ring_attention takes no mask with cu_seqlens_q: it is self-attention")
     decoded.check_fits(query_len, key_len)
-    return decoded
+    if not layout:
+        return plan_one(decoded, query_len, key_len)
+    return plan_ring(decoded, layout, key_len, rank, world, None if layout_mask is None else decode(layout_mask))
 
 
 def _as_given(x: Tensor, words: str) -> AbstractContextManager[object]:
@@ -142,47 +160,31 @@ def _attention(
     sinks: Tensor | None,
     slopes: Tensor | None,
     head_words: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    mask: Sequence[int],
-    documents: Tensor | None,
-    backend: str,
-    group: str,
-    layout: str,
-    layout_mask: Sequence[int],
-    layout_documents: Tensor | None,
-    seq_len: int,
-    transport: str,
-    deterministic: bool,
+    *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`(out, lse)` of this rank's queries, and the words that dropout goes by, for the backward pass. Arguments were
     checked by `attention.py`, but for what documents hold: that is checked here, and ranks are compared."""
-    if group:
-        process_group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
-        try:
-            decoded = _decode(mask, documents, group, seq_len, seq_len)
-            laid_out = decode(layout_mask, layout_documents) if layout_mask else None
-            if laid_out is not None:
-                laid_out.check_fits(seq_len, seq_len)
-        except Exception as error:
-            refuse(process_group, error, q.device)
-            raise
-        left, right, chunk, prefix = mask
-        words = (
+    options = _Options(*others)
+
+    def words(mask: Mask) -> str:
+        left, right, chunk, prefix = options.mask
+        layout_mask = _layout_mask(options)
+        laid_out = layout_mask and decode(layout_mask).digest
+        return (
             f"call=ring_attention b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} "
-            f"d_v={v.shape[3]} dtype={str(q.dtype).removeprefix('torch.')} scale={scale!r} causal={right == 0} "
-            f"window=({left},{right}) chunk={chunk} prefix={prefix} documents={decoded.documents_digest} "
-            f"backend={backend} layout={layout} layout_mask={laid_out and laid_out.digest} "
-            f"seq_len={seq_len} transport={transport} deterministic={deterministic} sinks={_shape_word(sinks)} "
-            f"softcap={softcap} alibi_slopes={_shape_word(slopes)} dropout_p={dropout_p!r}"
+            f"d_v={v.shape[3]} dtype={_short(q.dtype)} scale={options.scale!r} causal={right == 0} "
+            f"window=({left},{right}) chunk={chunk} prefix={prefix} documents={mask.documents_digest} "
+            f"backend={options.backend} layout={options.layout} layout_mask={laid_out} "
+            f"seq_len={options.seq_len} transport={options.transport} deterministic={options.deterministic} "
+            f"sinks={_shape_word(sinks)} softcap={options.softcap} alibi_slopes={_shape_word(slopes)} "
+            f"dropout_p={options.dropout_p!r}"
         )
-        agree(process_group, words, device=q.device)
-    plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
-    head_words = _shared_words(q, head_words, group)
-    scoring = _scoring(q, sinks, slopes, head_words, scale, softcap, dropout_p)
+
+    plan, mover = _prepare(q, k, options, words)
+    head_words = _shared_words(q, head_words, options.group)
+    scoring = _scoring(q, sinks, slopes, head_words, options)
     with _as_given(q, "forward"):
-        out, lse = ring.ring_forward(_backend(backend, deterministic), plan, mover, q, k, v, scoring)
+        out, lse = ring.ring_forward(_backend(options.backend, options.deterministic), plan, mover, q, k, v, scoring)
     return out, lse, head_words
 
 
@@ -199,24 +201,23 @@ def _shared_words(q: Tensor, head_words: Tensor | None, group: str) -> Tensor | 
 
 
 def _scoring(
-    q: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    head_words: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    dropout_p: float,
+    q: Tensor, sinks: Tensor | None, slopes: Tensor | None, head_words: Tensor | None, options: _Options
 ) -> Scoring:
     if slopes is not None:
         slopes = slopes.to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[0], q.shape[2]).contiguous()
     if sinks is not None:
         sinks = sinks.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
-    return Scoring(scale, softcap, slopes, dropout_p, head_words if dropout_p else None, sinks)
+    dropout_p = options.dropout_p
+    return Scoring(options.scale, options.softcap, slopes, dropout_p, head_words if dropout_p else None, sinks)
 
 
 def _shape_word(x: Tensor | None) -> str:
     """`4xfloat32`. What a tensor holds ranks don't compare: it is on the device."""
-    return "none" if x is None else "x".join(map(str, (*x.shape, str(x.dtype).removeprefix("torch."))))
+    return "none" if x is None else "x".join(map(str, (*x.shape, _short(x.dtype))))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes"
@@ -259,27 +260,14 @@ def _attention_backward(
     v: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    dropout_p: float,
-    mask: Sequence[int],
-    documents: Tensor | None,
-    backend: str,
-    group: str,
-    layout: str,
-    layout_mask: Sequence[int],
-    layout_documents: Tensor | None,
-    seq_len: int,
-    transport: str,
-    deterministic: bool,
+    *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`(dq, dk, dv)` of this rank's shards, and `dsinks` by its queries where there are sinks."""
-    plan, mover = _prepare(q, k, mask, documents, group, layout, layout_mask, layout_documents, seq_len, transport)
-    scoring = _scoring(q, sinks, slopes, head_words, scale, softcap, dropout_p)
+    options = _Options(*others)
+    plan, mover = _prepare(q, k, options)
+    backend, scoring = _backend(options.backend, options.deterministic), _scoring(q, sinks, slopes, head_words, options)
     with _as_given(q, "backward"):
-        dq, dk, dv, dsinks = ring.ring_backward(
-            _backend(backend, deterministic), plan, mover, q, k, v, Partial(out, lse), dout, dlse, scoring
-        )
+        dq, dk, dv, dsinks = ring.ring_backward(backend, plan, mover, q, k, v, Partial(out, lse), dout, dlse, scoring)
     return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 
 

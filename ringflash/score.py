@@ -38,7 +38,7 @@ class Scoring(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """A scale and nothing else? Sinks are no matter: a visit sees them when its sums are done."""
-        return self.options == 0
+        return self.softcap is None and self.slopes is None and self.head_words is None
 
     @property
     def options(self) -> int:

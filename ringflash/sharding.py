@@ -20,11 +20,11 @@ Group = dist.ProcessGroup | DeviceMesh
 
 def process_group(group: Group) -> dist.ProcessGroup:
     """The ProcessGroup of `group`, which may be a 1-D DeviceMesh. Raises `ValueError` for anything else."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got a mesh of shape {group.shape}")
-        return group.get_group()
     if not isinstance(group, dist.ProcessGroup):
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got a mesh of shape {group.shape}")
+            return group.get_group()
         hint = "" if dist.is_initialized() else "; call torch.distributed.init_process_group() first"
         raise ValueError(f"group must be a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}{hint}")
     if group.rank() < 0:
@@ -127,7 +127,7 @@ def unshard(
     try:
         dim = _dimension(x, dim)
         seq_len = x.shape[dim] * group.size() if seq_len is None else seq_len
-        check_rows("x", x.shape[dim], seq_len, group, layout)
+        check_rows({"x": x.shape[dim]}, seq_len, group, layout)
         _runs(seq_len, group, layout, layout_mask)  # which checks them
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one
         agree(group, "", error=error, device=x.device)
@@ -135,19 +135,20 @@ def unshard(
     return _Unshard.apply(x, group, layout, dim, layout_mask, seq_len)
 
 
-def check_rows(name: str, rows: int, seq_len: int, group: dist.ProcessGroup, layout: str) -> None:
-    """Raise `ValueError` unless `rows` is what the layout gives this rank."""
+def check_rows(rows: dict[str, int], seq_len: int, group: dist.ProcessGroup, layout: str) -> None:
+    """Raise `ValueError` unless the rows of everything that is named are what the layout gives this rank."""
     _check_length(seq_len)
     rank, world_size = group.rank(), group.size()
     expected = rows_held(layout, seq_len, world_size, rank)
-    if rows != expected:
-        raise ValueError(
-            f"{layout} gives rank {rank} of {world_size} {expected} rows of seq_len={seq_len}, got {rows} in {name}"
-        )
+    for name, seen in rows.items():
+        if seen != expected:
+            raise ValueError(
+                f"{layout} gives rank {rank} of {world_size} {expected} rows of seq_len={seq_len}, got {seen} in {name}"
+            )
 
 
 def _check_length(seq_len: int) -> None:
-    if not isinstance(seq_len, Integral):
+    if not isinstance(seq_len, (int, Integral)):  # an `int` is soon found to be one
         raise ValueError(f"seq_len must be an integer, got {seq_len!r}")
 
 
