@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from .comm import Pending, RowShape, Transport, Ways, rows_of, saying, wait_for
-from .merge import Sums
+from .merge import Sums, empty_like
 from .nvlink import Flat, Moves
 from .plan import Group, Lap, Piece, Plan, Straight, go_straight, part_rows, split_visits
 from .span import span
@@ -130,8 +130,7 @@ class Gradients:
         """The running sums of this group, once they are here: of the rows that its visit is about."""
         group = self.groups[self.index]
         if group.last_step == 0 and self.is_apart:
-            dk, dv = (x.new_empty(x.shape, dtype=self.dtype) for x in self.like)
-            self.own = Sums(dk, dv, fresh=True)
+            self.own = Sums(*(empty_like(x, self.dtype) for x in self.like), fresh=True)
             return self.own
         if self.parts == 1:
             self._wait()
@@ -146,7 +145,7 @@ class Gradients:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
         own = None if self.own is None else self.own[:2]
         self._wait()
-        dk, dv = results = [x.new_empty(x.shape) for x in self.like]
+        dk, dv = results = [empty_like(x) for x in self.like]
         for part in range(self.parts):  # results must not alias the buffers, which the next pass uses
             cut = part_rows(dk.shape[1], part, self.parts)
             rows, buffer = cut.stop - cut.start, self.buffers[part if self.is_apart else part - self.parts + 1]
@@ -291,7 +290,7 @@ class StraightGradients:
             return Sums(*self.buffers[0].views(0, rows, rows), fresh=True)
         fresh = self.own is None
         if self.own is None:
-            self.own = [x.new_empty(x.shape, dtype=self.dtype) for x in self.like]
+            self.own = [empty_like(x, self.dtype) for x in self.like]
         return Sums(*self.own, fresh=fresh)
 
     def home(self) -> tuple[Tensor, Tensor]:

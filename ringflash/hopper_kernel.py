@@ -53,7 +53,7 @@ from .launch import (
     to_device,
     words_of,
 )
-from .merge import Partial, Sums
+from .merge import Partial, Sums, empty_like
 from .plan import TABLE_BYTES, Visit, keep_by_bytes
 from .score import Scoring
 
@@ -227,7 +227,7 @@ def forward(
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
     sinks = scoring.sinks if before is None else None
     score, merges, in_place = _ScoreNumbers.of(scoring), before is not None, before is into.out
-    n_blocks = len(visit.query_blocks(forward_tile(q.shape[3], v.shape[3]).block_q, JUMP))
+    n_blocks = visit.query_blocks(forward_tile(q.shape[3], v.shape[3]).block_q, JUMP).shape[0]  # `len` takes 2 us
     launch = _forward_launch(*kinds, n_blocks, visit.mask.is_full, sinks is not None, score, merges, in_place, device)
     if launch is None or are_odd(q, k, v):
         return forward(aligned(q), aligned(k), aligned(v), visit, scoring, into, before)
@@ -556,9 +556,8 @@ def _backward_launch(about: _Pass, k: Kind, v: Kind, n_blocks: int, first_head: 
 
 def finish_backward(state: Started) -> Tensor:
     """dQ `(b, s, h, d)`, contiguous."""
-    about = state.about
-    dq = torch.empty(about.q.shape, dtype=about.q.dtype, device=about.device)
-    _finish_launch(about)(state.dq, dq)
+    dq = empty_like(state.q)
+    _finish_launch(state.about)(state.dq, dq)
     return dq
 
 

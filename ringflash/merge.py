@@ -12,6 +12,11 @@ from torch import Tensor
 NEG_INF = float("-inf")
 
 
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous, of the shape of `x`: in less time than `new_empty` takes on the host."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 class Partial(NamedTuple):
     """Attention over some of the keys: `out_bshd`, normalised over them, and `lse_bhs`; over none `(0, -inf)`."""
 

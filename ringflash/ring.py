@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import comm
 from .gradients import gradients
-from .merge import NEG_INF, Partial, Sums, sinks_gradient
+from .merge import NEG_INF, Partial, Sums, empty_like, sinks_gradient
 from .plan import Plan, Visit
 from .score import Scoring
 
@@ -66,11 +66,6 @@ class Backend(NamedTuple):
     finish_backward: FinishBackward
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """Contiguous, of the shape and dtype of `x`: at half the time of `new_empty` on the host."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def ring_forward(
     backend: Backend,
     plan: Plan,
@@ -81,23 +76,26 @@ def ring_forward(
     scoring: Scoring,
 ) -> Partial:
     """Attention of this rank's queries over the whole sequence: `out (b, s, h, d_v)` in q's dtype, `lse (b, h, s)`."""
-    b, s, h, _ = q.shape
+    b, s, h, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
+    lse, running = q.new_empty((b, h, s), dtype=wide), None
+
+    def new_out(dtype: torch.dtype) -> Tensor:
+        return empty_like(q, dtype) if v.shape[3] == d else q.new_empty((b, s, h, v.shape[3]), dtype=dtype)
+
     if plan.hops == 0:
-        out = empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty((b, s, h, v.shape[3]))
-        total = Partial(out, q.new_empty((b, h, s), dtype=wide))
+        total = Partial(new_out(q.dtype), lse)
         backend.forward(q, k, v, plan.own_visit, scoring, into=total, before=None)
         return total
     assert transport is not None
     groups = comm.grouped(plan, k, v)
-    lse, running = q.new_empty((b, h, s), dtype=wide), None
     for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
         assert visit is not None
         out = running
         if index == len(groups) - 1 and (running is None or running.dtype != q.dtype):
-            out = q.new_empty((b, s, h, v.shape[3]))
+            out = new_out(q.dtype)
         elif out is None:
-            out = q.new_empty((b, s, h, v.shape[3]), dtype=wide)
+            out = new_out(wide)
         backend.forward(q, k_here, v_here, visit, scoring, into=Partial(out, lse), before=running)
         running = out
     assert running is not None
