@@ -17,7 +17,6 @@ are waited for while they are little, FEW_BYTES in all. All transports group ali
 """
 
 import logging
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
@@ -65,8 +64,10 @@ class Ways(NamedTuple):
 
 
 class Transport(Protocol):
-    def carry(self, plan: Plan, k: Tensor, v: Tensor) -> AbstractContextManager[Fetch]:
-        """A pass around the ring, of which this rank's shards are `k` and `v`."""
+    def carry(
+        self, plan: Plan, k: Tensor, v: Tensor, first: "list[tuple[Group, Shards]]"
+    ) -> "AbstractContextManager[tuple[Fetch, list[Pending]]]":
+        """A pass around the ring, of which this rank's shards are `k` and `v`. What is `first` is fetched at once."""
         ...
 
     def places(self, sizes: list[int], dtype: torch.dtype) -> list[Flat]:
@@ -131,7 +132,9 @@ class _Messages(Transport):
                 works.wait()
 
     @contextmanager
-    def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
+    def carry(
+        self, plan: Plan, k: Tensor, v: Tensor, first: "list[tuple[Group, Shards]]"
+    ) -> Iterator[tuple[Fetch, list[Pending]]]:
         with span("start of K and V"):
             passing = _Passing(self, plan, k, v)
 
@@ -139,7 +142,7 @@ class _Messages(Transport):
             return _Landing(passing, group, into, torch.cuda.current_stream().record_event() if k.is_cuda else None)
 
         try:
-            yield fetch
+            yield fetch, [fetch(*x) for x in first]
             with passing.beside(), span("rest of K and V"):
                 while passing.step < plan.hops:  # the others have yet to see what is here
                     passing.go_on()
@@ -359,8 +362,8 @@ Arrival = tuple[int, Visit | None, Tensor, Tensor]
 def grouped(plan: Plan, k: Tensor, v: Tensor) -> tuple[Group, ...]:
     """What the forward pass attends to at a time: see Note [Groups]."""
     row_bytes = max(RowShape.of(k, v).size(1) * k.itemsize, 1)
-    most, first, few = (nbytes // row_bytes for nbytes in (GROUP_BYTES, FIRST_BYTES, min(FIRST_BYTES, FEW_BYTES)))
-    return group_visits(plan, most, first, few)
+    few_bytes = min(FIRST_BYTES, FEW_BYTES)
+    return group_visits(plan, GROUP_BYTES // row_bytes, FIRST_BYTES // row_bytes, few_bytes // row_bytes)
 
 
 def visits(plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transport: Transport) -> Iterator[Arrival]:
@@ -375,16 +378,11 @@ def visits(plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transpor
             return k, v
         return k[:, piece.begin : piece.end], v[:, piece.begin : piece.end]
 
-    def start(group: Group, place: Shards) -> Pending:
-        with span("fetch from {}", _Sources(plan, group)):
-            return fetch(group, place)
-
     shape = RowShape.of(k, v)
     brought, sizes = _brought(groups, shape)
-    ahead = deque(brought)
-    with transport.carry(plan, k, v) as fetch:
-        places = [Shards(x, shape) for x in transport.places(sizes, k.dtype)]
-        arriving = deque((place, start(ahead.popleft(), place)) for place in places)
+    places = [Shards(x, shape) for x in transport.places(sizes, k.dtype)]
+    landed = 0  # of what is brought
+    with transport.carry(plan, k, v, list(zip(brought, places, strict=False))) as (fetch, pending):
         for index, group in enumerate(groups):
             sources = _Sources(plan, group)
             if group.last_step == 0:
@@ -394,13 +392,16 @@ def visits(plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transpor
                 fetch(group, None).wait()
                 yield index, None, k, v
             else:
-                place, arrived = arriving.popleft()
+                place = places[landed % len(places)]
                 with span("wait for {}", sources):
-                    arrived.wait()
+                    pending[landed].wait()
                 with span("visit {} from {}", index, sources):
                     yield index, group.visit, *place.views(group.rows)
-                if ahead:
-                    arriving.append((place, start(ahead.popleft(), place)))
+                landed += 1
+                if len(pending) < len(brought):
+                    following = brought[len(pending)]
+                    with span("fetch from {}", _Sources(plan, following)):
+                        pending.append(fetch(following, place))
 
 
 @lru_cache(maxsize=256)
@@ -446,32 +447,31 @@ class NvlinkTransport(CopyEngine):
         return [Flat(torch.empty(size, dtype=dtype, device=self.link.device)) for size in sizes]
 
     @contextmanager
-    def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
+    def carry(
+        self, plan: Plan, k: Tensor, v: Tensor, first: list[tuple[Group, Shards]]
+    ) -> Iterator[tuple[Fetch, list[Pending]]]:
         shape = RowShape.of(k, v)
-        is_waited_for = False
 
         def fill(mine: Flat) -> None:
             torch.cat((k, v), dim=3, out=Shards(mine, shape).both(k.shape[1]))
 
-        with span("publish K and V"):
-            self.publish(shape.size(plan.most_rows), k.dtype, fill)
+        def moves(group: Group, into: Shards) -> tuple[Flat, Moves]:
+            place = into.buffer
+            return place, _moves(plan, group, shape.batches, shape.row, place.x.numel())
 
         def fetch(group: Group, into: Shards | None) -> Pending:
-            nonlocal is_waited_for
-            if into is None:
-                return Works(self.group, [])
-            is_waited_for = True
-            return self.pull(into.buffer, _moves(plan, group, shape.batches, shape.row, into.buffer.x.numel()))
+            return Works(self.group, []) if into is None else self.pull(*moves(group, into))
 
+        with span("publish K and V"):
+            pending = self.publish(shape.size(plan.most_rows), k.dtype, fill, [moves(*x) for x in first])
         try:
-            yield fetch
+            yield fetch, [*pending]
         except BaseException:
-            is_waited_for = False
-            self.finish()  # nor may the next pass write to sums that are under way
+            self.finish()  # the next pass may not write to sums that are under way
+            self.pulled().wait()
             raise
-        finally:  # what is freed now was allocated on the current stream: it must not be read or written to later
-            if not is_waited_for:
-                self.pulled().wait()
+        if not first:  # else all was waited for, k and v too: what is freed now must not be read or written to later
+            self.pulled().wait()
 
     def collect(self, sums: Flat, ways: Ways, into: Tensor) -> Pending:
         return self.pull_sums(sums, Flat(into), ways.moves)

@@ -274,6 +274,7 @@ class _Link:
     def __init__(self, device: torch.device):
         self.device = device
         self.current = torch.cuda.current_stream()
+        self.is_captured = False  # is the pass, in a CUDA graph?
         self.shards, self.sums = _Side(self), _Side(self)
         self.buffers: dict[str, _Symmetric] = {}  # "shards" and "sums"
         self.sums_free: torch.Event | None = None  # the end of the last pass that had sums
@@ -281,10 +282,9 @@ class _Link:
 
     def buffer(self, name: str, nbytes: int, group: dist.ProcessGroup) -> _Symmetric:
         """A buffer of at least `nbytes`, the old one if it will do. The same on every rank, which all call this."""
-        capturing = torch.cuda.is_current_stream_capturing()
         old = self.buffers.get(name)
         if old is None or old.nbytes < nbytes:
-            if capturing:
+            if self.is_captured:
                 raise RuntimeError(
                     'transport="nvlink" can\'t make its buffers while a CUDA graph is captured: '
                     "make one call with these shapes, forward and backward, before the capture"
@@ -295,7 +295,7 @@ class _Link:
             del old  # its memory is free before more is asked for
             with torch.inference_mode(False):  # what is made in that mode can be written to in that mode alone
                 self.buffers[name] = _Symmetric(-(-nbytes // _GRANULARITY) * _GRANULARITY, group, self.device)
-        self.buffers[name].captured |= capturing
+        self.buffers[name].captured |= self.is_captured
         return self.buffers[name]
 
     @property
@@ -315,7 +315,8 @@ def release_buffers(group: dist.ProcessGroup) -> int:
 
 
 class CopyEngine:
-    """Pulls by the copy engine out of symmetric memory. `device`: of the tensors, a GPU that is the current one.
+    """Pulls by the copy engine out of symmetric memory, for a pass on the current stream. `device`: of the tensors, a
+    GPU that is the current one.
 
     One pass at a time: a pass that starts on another stream waits for the one before it.
     """
@@ -326,6 +327,8 @@ class CopyEngine:
         if device not in links:
             links[device] = _Link(device)
         self.link = links[device]
+        self.link.current = torch.cuda.current_stream()
+        self.link.is_captured = torch.cuda.is_current_stream_capturing()
 
     @staticmethod
     def memory_of(rank: int) -> int:
@@ -334,23 +337,28 @@ class CopyEngine:
 
     # K and V: published once, pulled by whoever needs them
 
-    def publish(self, size: int, dtype: torch.dtype, fill: Callable[[Flat], object]) -> None:
-        """Let every rank pull what `fill` writes to this rank's buffer of `size` elements.
+    def publish(
+        self, size: int, dtype: torch.dtype, fill: Callable[[Flat], object], first: list[tuple[Flat, Moves]]
+    ) -> list[_Moment]:
+        """Let every rank pull what `fill` writes to this rank's buffer of `size` elements, and pull what is `first`.
 
         That and `pull` happen on the stream of the pulls. See Note [One barrier before, one after].
         """
         link = self.link
         shards = link.buffer("shards", size * dtype.itemsize, self.group)
-        link.current = torch.cuda.current_stream()
         with link.shards:
             shards.barrier(0)
             fill(*shards.see(_Symmetric.cut, 1, size, dtype))
             shards.barrier(1)
+            return [self._pull_shards(*x) for x in first]
 
     def pull(self, into: Flat, moves: Moves) -> _Moment:
         """Fill a flat tensor with what was published, after what the current stream has been given."""
         with self.link.shards:
-            self._pull(into, moves, self.link.buffers["shards"])
+            return self._pull_shards(into, moves)
+
+    def _pull_shards(self, into: Flat, moves: Moves) -> _Moment:
+        self._pull(into, moves, self.link.buffers["shards"])
         return self.pulled()
 
     def _pull(self, into: Flat, moves: Moves, buffer: _Symmetric, start: int = 0) -> None:
@@ -372,8 +380,7 @@ class CopyEngine:
         """Buffers for `exchange` and `collect`, in the same order on every rank; good until `finish`."""
         link = self.link
         sums = link.buffer("sums", count * _aligned(size * dtype.itemsize), self.group)
-        link.current = torch.cuda.current_stream()
-        if link.sums_free is not None and not torch.cuda.is_current_stream_capturing():
+        if link.sums_free is not None and not link.is_captured:
             link.sums_free.wait(link.current)  # the pass before this one may have run on another stream
         return sums.see(_Symmetric.cut, count, size, dtype)
 
@@ -417,5 +424,5 @@ class CopyEngine:
         """The current stream waits until every buffer is free again, here and for the peers."""
         link = self.link
         link.sums.mark().wait()
-        if not torch.cuda.is_current_stream_capturing():
+        if not link.is_captured:
             link.sums_free = link.current.record_event(link.sums_free)

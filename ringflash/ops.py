@@ -180,10 +180,10 @@ def _attention(
             f"dropout_p={options.dropout_p!r}"
         )
 
-    plan, mover = _prepare(q, k, options, words)
-    head_words = _shared_words(q, head_words, options.group)
-    scoring = _scoring(q, sinks, slopes, head_words, options)
     with _as_given(q, "forward"):
+        plan, mover = _prepare(q, k, options, words)
+        head_words = _shared_words(q, head_words, options.group)
+        scoring = _scoring(q, sinks, slopes, head_words, options)
         out, lse = ring.ring_forward(_backend(options.backend, options.deterministic), plan, mover, q, k, v, scoring)
     return out, lse, head_words
 
@@ -264,9 +264,10 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`(dq, dk, dv)` of this rank's shards, and `dsinks` by its queries where there are sinks."""
     options = _Options(*others)
-    plan, mover = _prepare(q, k, options)
-    backend, scoring = _backend(options.backend, options.deterministic), _scoring(q, sinks, slopes, head_words, options)
     with _as_given(q, "backward"):
+        plan, mover = _prepare(q, k, options)
+        scoring = _scoring(q, sinks, slopes, head_words, options)
+        backend = _backend(options.backend, options.deterministic)
         dq, dk, dv, dsinks = ring.ring_backward(backend, plan, mover, q, k, v, Partial(out, lse), dout, dlse, scoring)
     return dq, dk, dv, None if sinks is None or dsinks is None else dsinks.to(sinks.dtype)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from peers import DTYPES, FORMULA, LOADERS, WORK, Case, Inputs, Passes, Shape, make_inputs, passes_of, reason
 from report import Row, append_rows, environment, format_table, output_path, significant, time_interleaved
 from ringflash import comm, flash_attention, gradients, ops, release_buffers
-from ringflash.comm import Fetch, NvlinkTransport, Pending, RowShape
+from ringflash.comm import Fetch, NvlinkTransport, Pending, RowShape, Shards
 from ringflash.layout import WANT_MASK
 from ringflash.nvlink import Flat
 from ringflash.plan import Group, Plan, Straight, part_rows, plan_ring
@@ -54,9 +54,11 @@ class ResidentTransport:
         return self.kept[name]
 
     @contextmanager
-    def carry(self, plan: Plan, k: Tensor, v: Tensor) -> Iterator[Fetch]:
+    def carry(
+        self, plan: Plan, k: Tensor, v: Tensor, first: list[tuple[Group, Shards]]
+    ) -> Iterator[tuple[Fetch, list[Pending]]]:
         self._keep("published", RowShape.of(k, v).size(max(plan.rows)), k.dtype)
-        yield lambda group, into: _Done()
+        yield lambda group, into: _Done(), [_Done() for _ in first]
 
     def places(self, sizes: list[int], dtype: torch.dtype) -> list[Flat]:
         if self.is_timed:
