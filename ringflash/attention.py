@@ -201,9 +201,10 @@ def ring_attention(
 
     "nvlink" keeps two buffers in a group and device, which grow to the largest call: k and v of a rank once, in their
     dtype, and dk and dv of a rank one and a half times, in fp32 (twice, where they are less than 64 MiB or, between two
-    ranks, at most 128 MiB; where they go straight home at most 256 MiB). `release_buffers` gives them back. During a
-    forward pass, shards of several ranks that are attended to at once take up to 128 MiB, the first ones 256 MiB, and
-    as much again arrives; a larger shard is attended to alone.
+    ranks, at most 128 MiB; where they go straight home at most 256 MiB). `release_buffers` gives them back. It also
+    keeps up to 128 MiB where others' shards land, of passes where that is at most 64 MiB. During a forward pass, shards
+    of several ranks that are attended to at once take up to 128 MiB, the first ones 256 MiB, and as much again arrives;
+    a larger shard is attended to alone.
 
     Source: Ring Attention, Liu et al. (2023), https://arxiv.org/abs/2310.01889; striped: Brandon et al. (2023),
     https://arxiv.org/abs/2311.09431.

@@ -443,9 +443,6 @@ def _moves(plan: Plan, group: Group, batches: int, row: int, place: int) -> Move
 class NvlinkTransport(CopyEngine):
     """Each rank pulls what it needs out of every source's buffer."""
 
-    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Flat]:
-        return [Flat(torch.empty(size, dtype=dtype, device=self.link.device)) for size in sizes]
-
     @contextmanager
     def carry(
         self, plan: Plan, k: Tensor, v: Tensor, first: list[tuple[Group, Shards]]

@@ -38,6 +38,7 @@ SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # PyTorch's permission for
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _GRANULARITY = 2 << 20  # bytes: what the driver maps at a time
 MOST_VIEWS = 4096  # of a buffer that are kept: of one shape a pass has a few
+KEPT_BYTES = 2**27  # of places for pulls that are kept, in all; those of one pass are half of it at most
 
 
 class Place(NamedTuple):
@@ -279,6 +280,7 @@ class _Link:
         self.buffers: dict[str, _Symmetric] = {}  # "shards" and "sums"
         self.sums_free: torch.Event | None = None  # the end of the last pass that had sums
         self.retired: list[_Symmetric] = []  # too small by now, but a CUDA graph knows their addresses
+        self.places: dict[Hashable, list[Flat]] = {}  # that are kept: see `CopyEngine.places`
 
     def buffer(self, name: str, nbytes: int, group: dist.ProcessGroup) -> _Symmetric:
         """A buffer of at least `nbytes`, the old one if it will do. The same on every rank, which all call this."""
@@ -336,6 +338,21 @@ class CopyEngine:
         return rank
 
     # K and V: published once, pulled by whoever needs them
+
+    def places(self, sizes: list[int], dtype: torch.dtype) -> list[Flat]:
+        """Flat tensors of these sizes, where pulls go that the current stream waits for. Small ones are kept for later
+        passes on that stream, with the views that were made of them; a CUDA graph has its own."""
+        link, kept = self.link, self.link.places
+        key, nbytes = (*sizes, dtype, link.current), sum(sizes) * dtype.itemsize
+        if key in kept and not link.is_captured:
+            return kept[key]
+        with torch.inference_mode(False):  # as in `_Link.buffer`
+            made = [Flat(torch.empty(size, dtype=dtype, device=link.device)) for size in sizes]
+        if 2 * nbytes <= KEPT_BYTES and not link.is_captured:
+            if nbytes + sum(place.x.nbytes for places in kept.values() for place in places) > KEPT_BYTES:
+                kept.clear()
+            kept[key] = made
+        return made
 
     def publish(
         self, size: int, dtype: torch.dtype, fill: Callable[[Flat], object], first: list[tuple[Flat, Moves]]

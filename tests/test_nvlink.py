@@ -123,7 +123,8 @@ def nvlink_on_cpus(most_delay: float = 0.0):
         patch.setattr(nvlink, "_GRANULARITY", 256)
         patch.setattr(comm, "make_transport", lambda name, group, device: NvlinkTransport(group, device))
         patch.setattr(torch.cuda, "Stream", NoStream)
-        patch.setattr(torch.cuda, "current_stream", NoStream)
+        stream = NoStream()
+        patch.setattr(torch.cuda, "current_stream", lambda: stream)
         patch.setattr(torch.cuda, "Event", NoStream)
         patch.setattr(torch.cuda, "set_stream", lambda _: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -191,13 +192,14 @@ def kept_views() -> tuple[bool, bool]:
         for _ in range(2):
             attend(24, "zigzag", causal=True)
             (link,) = nvlink._links[world()].values()
-            counts.append([len(buffer.seen) for buffer in link.buffers.values()])
+            places = [place for places in link.places.values() for place in places]
+            counts.append([len(x.seen) for x in (*link.buffers.values(), *places)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvlink, "MOST_VIEWS", 1)
         right = same_bits(24, "zigzag", causal=True)
     with nvlink_on_cpus():
         release_buffers(world())
-    return counts[0] == counts[1], right
+    return counts[0] == counts[1] and len(counts[0]) > 3, right
 
 
 def test_views_of_buffers_are_made_once_and_may_be_forgotten(workers):
@@ -210,6 +212,32 @@ def test_of_long_lists_of_views_few_are_kept(monkeypatch):
     for size in range(64):
         flat.see(nvlink.Flat.parts, (*[1] * size, 64 - size))
         assert sum(map(len, flat.seen.values())) < 100 + 64
+
+
+def test_small_places_are_kept_for_passes_on_their_stream(monkeypatch):
+    class Group:
+        pass
+
+    group: Any = Group()
+    monkeypatch.setattr(nvlink, "KEPT_BYTES", 128)
+
+    def place(size: int, stream: int = 0, captured: bool = False) -> nvlink.Flat:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", lambda: stream)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+            (place,) = NvlinkTransport(group, torch.device("cpu")).places([size], torch.float32)
+        assert place.x.shape == (size,) and place.x.dtype == torch.float32
+        return place
+
+    with nvlink_on_cpus():
+        first = place(16)
+        assert place(16) is first
+        assert place(16, stream=1) is not first  # nothing orders the two streams
+        assert place(16, captured=True) is not first  # a graph writes to its own as long as it lives
+        assert place(16) is first
+        assert place(17) is not place(17) and place(16) is first  # too large to be kept
+        place(15)
+        assert place(16) is not first  # there were too many
 
 
 def trained_after_inference() -> bool:
