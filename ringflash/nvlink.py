@@ -329,7 +329,7 @@ class CopyEngine:
         if device not in links:
             links[device] = _Link(device)
         self.link = links[device]
-        self.link.current = torch.cuda.current_stream()
+        self.link.current = torch.cuda.current_stream(device.index)  # not told which, PyTorch asks what there is
         self.link.is_captured = torch.cuda.is_current_stream_capturing()
 
     @staticmethod

@@ -124,7 +124,7 @@ def nvlink_on_cpus(most_delay: float = 0.0):
         patch.setattr(comm, "make_transport", lambda name, group, device: NvlinkTransport(group, device))
         patch.setattr(torch.cuda, "Stream", NoStream)
         stream = NoStream()
-        patch.setattr(torch.cuda, "current_stream", lambda: stream)
+        patch.setattr(torch.cuda, "current_stream", lambda _=None: stream)
         patch.setattr(torch.cuda, "Event", NoStream)
         patch.setattr(torch.cuda, "set_stream", lambda _: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -223,7 +223,7 @@ def test_small_places_are_kept_for_passes_on_their_stream(monkeypatch):
 
     def place(size: int, stream: int = 0, captured: bool = False) -> nvlink.Flat:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "current_stream", lambda: stream)
+            patch.setattr(torch.cuda, "current_stream", lambda _=None: stream)
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
             (place,) = NvlinkTransport(group, torch.device("cpu")).places([size], torch.float32)
         assert place.x.shape == (size,) and place.x.dtype == torch.float32
