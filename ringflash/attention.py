@@ -120,7 +120,7 @@ def flash_attention(
     scoring = _check_scoring(scale, softcap, alibi_slopes, sinks, dropout_p, q)
     masking = _check_mask(mask, causal, window, cu_seqlens)
     backend = ops.pick_backend(backend, q.device, q.dtype)
-    out, lse = ops.attend(q, k, v, *scoring, *masking, backend, "", "", [], None, 0, "", deterministic)
+    out, lse = ops.attend(q, k, v, *scoring, *masking, backend, "", "", (), None, 0, "", deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -220,7 +220,7 @@ def ring_attention(
         ops.check_transport(transport, ranks, q.device)
         seq_len = q.shape[1] * ranks.size() if seq_len is None else seq_len
         check_layout_mask(layout, layout_mask)
-        balancing = ([], None) if layout_mask is None else (list(layout_mask.numbers), layout_mask.documents)
+        balancing = ((), None) if layout_mask is None else (layout_mask.numbers, layout_mask.documents)
         check_rows({"q": q.shape[1], "k and v": k.shape[1]}, seq_len, ranks, layout)
     except Exception as error:  # whatever it is: the other ranks are about to wait for this one
         if not torch.compiler.is_compiling():  # a tracer runs nothing; the call that it gives up runs again without it
@@ -349,14 +349,14 @@ def _check_positive(name: str, value: float) -> float:
 
 def _check_mask(
     mask: Mask | None, causal: bool, window: Window | None, cu_seqlens: Tensor | None
-) -> tuple[list[int], Tensor | None]:
+) -> tuple[tuple[int, int, int, int], Tensor | None]:
     """The mask by value, as operators take it: see `mask.decode`, which checks what documents hold."""
     if mask is not None:
         if not isinstance(mask, Mask):
             raise ValueError(f"mask must be a ringflash.Mask, got {type(mask).__name__}")
         if causal or window is not None or cu_seqlens is not None:
             raise ValueError("mask takes the place of causal, window and cu_seqlens: give one or the others")
-        return list(mask.numbers), mask.documents
+        return mask.numbers, mask.documents
     sides = (OPEN, OPEN) if window is None else _check_window(window)
     documents = None
     if cu_seqlens is not None:
@@ -364,7 +364,7 @@ def _check_mask(
             raise ValueError(f"cu_seqlens must be a Tensor, got {type(cu_seqlens).__name__}")
         check_integer_tensor("cu_seqlens", cu_seqlens)
         documents = cu_seqlens.to("cpu", torch.int64).unsqueeze(0)
-    return [sides[0], 0 if causal else sides[1], 0, 0], documents
+    return (sides[0], 0 if causal else sides[1], 0, 0), documents
 
 
 def _check_window(window: Window) -> tuple[int, int]:

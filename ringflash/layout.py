@@ -100,6 +100,7 @@ def layout_runs(layout: str, seq_len: int, world_size: int, rank: int, layout_ma
     return merge_runs((LAYOUTS | BY_DOCUMENT)[layout](seq_len, world_size, rank, layout_mask))
 
 
+@lru_cache(maxsize=1024)
 def rows_held(layout: str, seq_len: int, world_size: int, rank: int) -> int:
     """How many rows `rank` holds, under any mask."""
     return count_rows(layout_runs("contiguous" if layout in WANT_MASK else layout, seq_len, world_size, rank))

@@ -111,7 +111,7 @@ class Mask:
         return self._hash
 
     def __reduce__(self):
-        return decode, (encode(self.numbers, self.documents),)
+        return decode, (self.numbers, by_value(self.documents))
 
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in ("left", "right", "chunk", "prefix", "cu_seqlens")}
@@ -240,29 +240,33 @@ def _documents(mask: Mask) -> Tensor | None:
     return torch.tensor(rows[: 3 if mask.cu_seqlens_q else 2 if mask.prefix else 1], device="cpu")
 
 
-Encoded = tuple[tuple[int, ...], int, bytes]  # what plans are looked up by: numbers, and documents by rows and bytes
+Documents = tuple[int, bytes]  # rows of a mask's `documents`, and what they hold
 
 
-def encode(numbers: Sequence[int], documents: Tensor | None) -> Encoded:
+def by_value(documents: Tensor | None) -> Documents | None:
     if documents is None:
-        return tuple(numbers), 0, b""
+        return None
     documents = documents.contiguous()
-    return tuple(numbers), documents.shape[0], ctypes.string_at(documents.data_ptr(), documents.nbytes)
+    return documents.shape[0], ctypes.string_at(documents.data_ptr(), documents.nbytes)
 
 
-@lru_cache(maxsize=256)
-def decode(encoded: Encoded, longest: int = FAR) -> Mask:
-    """The mask again; a window side of `longest` or more is open.
+def decode(numbers: Sequence[int], documents: Documents | None, longest: int = FAR) -> Mask:
+    """The mask that `numbers` and `documents` say; a window side of `longest` or more is open.
 
     The last 256 are kept: the same object comes back for each layer, and for the backward pass.
     """
-    (*sides, chunk, prefix), n_rows, data = encoded
-    left, right = (OPEN if side >= max(longest, 1) else side for side in sides)
+    left, right, chunk, prefix = numbers
+    sides = (OPEN if side >= max(longest, 1) else side for side in (left, right))
+    return _decode(*sides, chunk, prefix, *(documents or (0, b"")))
+
+
+@lru_cache(maxsize=256)
+def _decode(left: int, right: int, chunk: int, prefix: int, rows: int, table: bytes) -> Mask:
     options: dict[str, Any] = {"left": left, "right": right, "chunk": chunk or None, "prefix": prefix or None}
-    if n_rows:
-        rows = torch.frombuffer(bytearray(data), dtype=torch.int64).view(n_rows, -1).tolist()
-        options |= dict(zip(("cu_seqlens", "prefix", "cu_seqlens_q"), rows, strict=False))
-        options["prefix"] = options["prefix"][:-1] if n_rows == 2 else None
+    if rows:
+        documents = torch.frombuffer(bytearray(table), dtype=torch.int64).view(rows, -1).tolist()
+        options |= dict(zip(("cu_seqlens", "prefix", "cu_seqlens_q"), documents, strict=False))
+        options["prefix"] = options["prefix"][:-1] if rows == 2 else None
     return Mask(**options)
 
 

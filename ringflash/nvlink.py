@@ -272,10 +272,11 @@ class _Link:
     One pass at a time: it is about the stream that was the `current` one when it began.
     """
 
+    current: torch.cuda.Stream
+    is_captured: bool  # is the pass, in a CUDA graph?
+
     def __init__(self, device: torch.device):
         self.device = device
-        self.current = torch.cuda.current_stream()
-        self.is_captured = False  # is the pass, in a CUDA graph?
         self.shards, self.sums = _Side(self), _Side(self)
         self.buffers: dict[str, _Symmetric] = {}  # "shards" and "sums"
         self.sums_free: torch.Event | None = None  # the end of the last pass that had sums

@@ -6,7 +6,7 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from . import comm, nvlink, reference, ring
 from .agreement import agree, ahead, from_first_rank
-from .mask import Encoded, Mask, decode, encode
+from .mask import Documents, by_value, decode
 from .merge import Partial
 from .plan import Plan, plan_one, plan_ring
 from .score import Scoring
@@ -81,62 +81,87 @@ def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> 
 
 
 class _Options(NamedTuple):
-    """What an operator is told beside tensors on the device, all by value. `group` and `layout` are "" without one."""
+    """What an operator is told beside tensors on the device, by value. `group` and `layout` are "" without one."""
 
     scale: float
     softcap: float | None
     dropout_p: float
-    mask: Sequence[int]
-    documents: Tensor | None
+    mask: tuple[int, ...]
+    documents: Documents | None
     backend: str
     group: str
     layout: str
-    layout_mask: Sequence[int]
-    layout_documents: Tensor | None
+    layout_mask: tuple[int, ...]
+    layout_documents: Documents | None
     seq_len: int
     transport: str
     deterministic: bool
 
+    @staticmethod
+    def of(*given: Any) -> "_Options":
+        """Of an operator's arguments: there are lists for tuples, and documents in tensors."""
+        return _Options(*map(_hashable, given))
+
+
+def _hashable(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return by_value(x)
+    return tuple(x) if isinstance(x, list) else x
+
 
 def _prepare(
-    q: Tensor, k: Tensor, options: _Options, words: Callable[[Mask], str] | None = None
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, options: _Options, *, compare: bool
 ) -> tuple[Plan, comm.Transport | None]:
-    """The plan of this rank, and what moves its shards. In a forward pass ranks are compared before any moves: all must
-    have the same `words`. Raises `ValueError` for documents that are no boundaries of this sequence."""
-    mask, layout_mask = encode(options.mask, options.documents), _layout_mask(options)
+    """The plan of this rank, and what moves its shards. Ranks are compared, before any moves, in the forward pass.
+    Raises `ValueError` for documents that are no boundaries of this sequence."""
+    kinds = q.shape, k.shape, v.shape, q.dtype, _shape_word(sinks), _shape_word(slopes)
     if not options.group:
-        return _find_plan(mask, layout_mask, "", q.shape[1], k.shape[1]), None
+        return _find_plan(options, *kinds, 0, 1)[0], None
     group = _resolve_process_group(options.group)  # pyright: ignore[reportArgumentType]
-    lengths = options.seq_len, options.seq_len
     try:
-        plan = _find_plan(mask, layout_mask, options.layout, *lengths, group.rank(), group.size())
+        plan, words = _find_plan(options, *kinds, group.rank(), group.size())
     except Exception as error:
-        if words is not None:
+        if compare:
             refuse(group, error, q.device)
         raise
-    if words is not None:
-        agree(group, words(plan.own_visit.mask), device=q.device)
+    if compare:
+        agree(group, words, device=q.device)
     if plan.hops == 0:
         return plan, None
     return plan, comm.make_transport(pick_transport(options.transport, group, q.device), group, q.device)
 
 
-def _layout_mask(options: _Options) -> Encoded | None:
-    return encode(options.layout_mask, options.layout_documents) if options.layout_mask else None
-
-
 @lru_cache(maxsize=256)
 def _find_plan(
-    mask: Encoded, layout_mask: Encoded | None, layout: str, query_len: int, key_len: int, rank: int = 0, world: int = 1
-) -> Plan:
-    """The plan, without a group where there is no layout: by few numbers, so it is soon found."""
-    decoded = decode(mask, longest=query_len + key_len)  # no query and key are that far apart
-    if decoded.cu_seqlens_q is not None and layout:
+    options: _Options,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    dtype: torch.dtype,
+    sinks: str,
+    slopes: str,
+    rank: int,
+    world_size: int,
+) -> tuple[Plan, str]:
+    """The plan, and the words that all ranks must say alike; by all that a call is told, so they are soon found."""
+    query_len, key_len = (options.seq_len, options.seq_len) if options.group else (q[1], k[1])
+    mask = decode(options.mask, options.documents, longest=query_len + key_len)  # none are that far apart
+    if mask.cu_seqlens_q is not None and options.group:
         raise ValueError("ring_attention takes no mask with cu_seqlens_q: it is self-attention")
-    decoded.check_fits(query_len, key_len)
-    if not layout:
-        return plan_one(decoded, query_len, key_len)
-    return plan_ring(decoded, layout, key_len, rank, world, None if layout_mask is None else decode(layout_mask))
+    mask.check_fits(query_len, key_len)
+    if not options.group:
+        return plan_one(mask, query_len, key_len), ""
+    laid_out = decode(options.layout_mask, options.layout_documents) if options.layout_mask else None
+    left, right, chunk, prefix = options.mask
+    words = (
+        f"call=ring_attention b={q[0]} heads={q[2]} kv_heads={k[2]} d={q[3]} d_v={v[3]} dtype={_short(dtype)} "
+        f"scale={options.scale!r} causal={right == 0} window=({left},{right}) chunk={chunk} prefix={prefix} "
+        f"documents={mask.documents_digest} backend={options.backend} layout={options.layout} "
+        f"layout_mask={laid_out and laid_out.digest} seq_len={options.seq_len} transport={options.transport} "
+        f"deterministic={bool(options.deterministic)} sinks={sinks} softcap={options.softcap} alibi_slopes={slopes} "
+        f"dropout_p={options.dropout_p!r}"
+    )
+    return plan_ring(mask, options.layout, options.seq_len, rank, world_size, laid_out), words
 
 
 def _as_given(x: Tensor, words: str) -> AbstractContextManager[object]:
@@ -164,24 +189,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`(out, lse)` of this rank's queries, and the words that dropout goes by, for the backward pass. Arguments were
     checked by `attention.py`, but for what documents hold: that is checked here, and ranks are compared."""
-    options = _Options(*others)
-
-    def words(mask: Mask) -> str:
-        left, right, chunk, prefix = options.mask
-        layout_mask = _layout_mask(options)
-        laid_out = layout_mask and decode(layout_mask).digest
-        return (
-            f"call=ring_attention b={q.shape[0]} heads={q.shape[2]} kv_heads={k.shape[2]} d={q.shape[3]} "
-            f"d_v={v.shape[3]} dtype={_short(q.dtype)} scale={options.scale!r} causal={right == 0} "
-            f"window=({left},{right}) chunk={chunk} prefix={prefix} documents={mask.documents_digest} "
-            f"backend={options.backend} layout={options.layout} layout_mask={laid_out} "
-            f"seq_len={options.seq_len} transport={options.transport} deterministic={options.deterministic} "
-            f"sinks={_shape_word(sinks)} softcap={options.softcap} alibi_slopes={_shape_word(slopes)} "
-            f"dropout_p={options.dropout_p!r}"
-        )
-
+    options = _Options.of(*others)
     with _as_given(q, "forward"):
-        plan, mover = _prepare(q, k, options, words)
+        plan, mover = _prepare(q, k, v, sinks, slopes, options, compare=True)
         head_words = _shared_words(q, head_words, options.group)
         scoring = _scoring(q, sinks, slopes, head_words, options)
         out, lse = ring.ring_forward(_backend(options.backend, options.deterministic), plan, mover, q, k, v, scoring)
@@ -263,9 +273,9 @@ def _attention_backward(
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`(dq, dk, dv)` of this rank's shards, and `dsinks` by its queries where there are sinks."""
-    options = _Options(*others)
+    options = _Options.of(*others)
     with _as_given(q, "backward"):
-        plan, mover = _prepare(q, k, options)
+        plan, mover = _prepare(q, k, v, sinks, slopes, options, compare=False)
         scoring = _scoring(q, sinks, slopes, head_words, options)
         backend = _backend(options.backend, options.deterministic)
         dq, dk, dv, dsinks = ring.ring_backward(backend, plan, mover, q, k, v, Partial(out, lse), dout, dlse, scoring)

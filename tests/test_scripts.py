@@ -473,7 +473,7 @@ def test_an_emulated_rank_computes_what_the_backend_does_at_each_visit(monkeypat
     rank = Rank(plan_ring(Mask(right=0), "zigzag", 64, 1, 4), shards[1], "torch", transport)
 
     @contextmanager
-    def carry(plan, k, v):
+    def carry(plan, k, v, first):
         def fetch(group, into):
             for piece in group.pieces:
                 shard, place = (
@@ -484,7 +484,7 @@ def test_an_emulated_rank_computes_what_the_backend_does_at_each_visit(monkeypat
                     x[:, place] = theirs[:, piece.begin : piece.end]
             return mock.Mock()
 
-        yield fetch
+        yield fetch, [fetch(*x) for x in first]
 
     monkeypatch.setattr(transport, "carry", carry)
     with rank.around():
