@@ -99,7 +99,10 @@ class _Options(NamedTuple):
 
     @staticmethod
     def of(*given: Any) -> "_Options":
-        """Of an operator's arguments: there are lists for tuples, and documents in tensors."""
+        """Of an operator's arguments: there may be lists for tuples, and documents are in tensors."""
+        options = _Options(*given)
+        if isinstance(options.mask, tuple) and options.documents is None and options.layout_documents is None:
+            return options  # what comes most often takes the least time
         return _Options(*map(_hashable, given))
 
 
