@@ -146,7 +146,7 @@ class _Messages(Transport):
             with passing.beside(), span("rest of K and V"):
                 while passing.step < plan.hops:  # the others have yet to see what is here
                     passing.go_on()
-        except BaseException:  # GeneratorExit where it was a visit that failed
+        except BaseException:
             self.finish()
             raise
         finally:
@@ -366,10 +366,32 @@ def grouped(plan: Plan, k: Tensor, v: Tensor) -> tuple[Group, ...]:
     return group_visits(plan, GROUP_BYTES // row_bytes, FIRST_BYTES // row_bytes, few_bytes // row_bytes)
 
 
-def visits(plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transport: Transport) -> Iterator[Arrival]:
+@contextmanager
+def visits(
+    plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transport: Transport
+) -> Iterator[Iterator[Arrival]]:
+    """Inside, the first groups are on their way, beside whatever is done before one is asked for."""
+    shape = RowShape.of(k, v)
+    brought, sizes = _brought(groups, shape)
+    places = [Shards(x, shape) for x in transport.places(sizes, k.dtype)]
+    with transport.carry(plan, k, v, list(zip(brought, places, strict=False))) as (fetch, pending):
+        yield _arrivals(plan, groups, k, v, brought, places, fetch, pending)
+
+
+def _arrivals(
+    plan: Plan,
+    groups: tuple[Group, ...],
+    k: Tensor,
+    v: Tensor,
+    brought: list[Group],
+    places: list[Shards],
+    fetch: Fetch,
+    pending: list[Pending],
+) -> Iterator[Arrival]:
     """Yield `(index, visit, k, v)` for every group; the next one is already on its way.
 
-    `k` and `v` are the rows that the visit is about, good until the next is asked for. See Note [Two buffers].
+    `k` and `v` are the rows that the visit is about, good until the next is asked for. See Note [Two buffers]. Groups
+    that are `brought` lie in the `places` in turn; `pending` are those that are fetched, from the first.
     """
 
     def mine(group: Group) -> tuple[Tensor, Tensor]:
@@ -378,30 +400,26 @@ def visits(plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transpor
             return k, v
         return k[:, piece.begin : piece.end], v[:, piece.begin : piece.end]
 
-    shape = RowShape.of(k, v)
-    brought, sizes = _brought(groups, shape)
-    places = [Shards(x, shape) for x in transport.places(sizes, k.dtype)]
     landed = 0  # of what is brought
-    with transport.carry(plan, k, v, list(zip(brought, places, strict=False))) as (fetch, pending):
-        for index, group in enumerate(groups):
-            sources = _Sources(plan, group)
-            if group.last_step == 0:
-                with span("visit {} from {}", index, sources):
-                    yield index, group.visit, *mine(group)
-            elif group.visit is None:
-                fetch(group, None).wait()
-                yield index, None, k, v
-            else:
-                place = places[landed % len(places)]
-                with span("wait for {}", sources):
-                    pending[landed].wait()
-                with span("visit {} from {}", index, sources):
-                    yield index, group.visit, *place.views(group.rows)
-                landed += 1
-                if len(pending) < len(brought):
-                    following = brought[len(pending)]
-                    with span("fetch from {}", _Sources(plan, following)):
-                        pending.append(fetch(following, place))
+    for index, group in enumerate(groups):
+        sources = _Sources(plan, group)
+        if group.last_step == 0:
+            with span("visit {} from {}", index, sources):
+                yield index, group.visit, *mine(group)
+        elif group.visit is None:
+            fetch(group, None).wait()
+            yield index, None, k, v
+        else:
+            place = places[landed % len(places)]
+            with span("wait for {}", sources):
+                pending[landed].wait()
+            with span("visit {} from {}", index, sources):
+                yield index, group.visit, *place.views(group.rows)
+            landed += 1
+            if len(pending) < len(brought):
+                following = brought[len(pending)]
+                with span("fetch from {}", _Sources(plan, following)):
+                    pending.append(fetch(following, place))
 
 
 @lru_cache(maxsize=256)

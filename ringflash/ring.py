@@ -89,15 +89,16 @@ def ring_forward(
         return total
     assert transport is not None
     groups = comm.grouped(plan, k, v)
-    for index, visit, k_here, v_here in comm.visits(plan, groups, k, v, transport):
-        assert visit is not None
-        out = running
-        if index == len(groups) - 1 and (running is None or running.dtype != q.dtype):
-            out = new_out(q.dtype)
-        elif out is None:
-            out = new_out(wide)
-        backend.forward(q, k_here, v_here, visit, scoring, into=Partial(out, lse), before=running)
-        running = out
+    with comm.visits(plan, groups, k, v, transport) as arrivals:
+        for index, visit, k_here, v_here in arrivals:
+            assert visit is not None
+            out = running
+            if index == len(groups) - 1 and (running is None or running.dtype != q.dtype):
+                out = new_out(q.dtype)
+            elif out is None:
+                out = new_out(wide)
+            backend.forward(q, k_here, v_here, visit, scoring, into=Partial(out, lse), before=running)
+            running = out
     assert running is not None
     return Partial(running, lse)
 
@@ -117,11 +118,15 @@ def ring_backward(
     """`(dq, dk, dv)` of this rank's shards, from every rank's queries and keys, in the inputs' dtype; `dsinks`, where
     there are sinks, from this rank's queries alone, fp32 or wider."""
     sums = q.dtype if plan.hops == 0 else torch.promote_types(q.dtype, torch.float32)
-    if dlse is not None:  # the lse of a query that sees no key is a constant
-        dlse = dlse.masked_fill(result.lse == NEG_INF, 0.0)
-    state = backend.start_backward(q, result, dout, dlse, scoring, sums)
-    dsinks = None if scoring.sinks is None else sinks_gradient(result.lse, state.delta, scoring.sinks)
+
+    def start() -> tuple[State, Tensor | None]:
+        # the lse of a query that sees no key is a constant
+        live = None if dlse is None else dlse.masked_fill(result.lse == NEG_INF, 0.0)
+        state = backend.start_backward(q, result, dout, live, scoring, sums)
+        return state, None if scoring.sinks is None else sinks_gradient(result.lse, state.delta, scoring.sinks)
+
     if plan.hops == 0:
+        state, dsinks = start()
         own = Sums(empty_like(k), empty_like(v), fresh=True)
         backend.backward(q, k, v, dout, state, plan.own_visit, scoring, take_dkv=lambda: own, first=True)
         return backend.finish_backward(state), own.dk, own.dv, dsinks
@@ -129,14 +134,16 @@ def ring_backward(
     dkv = gradients(plan, k, v, sums, transport)
     first = True
     try:
-        for index, visit, k_here, v_here in comm.visits(plan, dkv.groups, k, v, transport):
-            dkv.arrive(index)
-            if visit is None:
-                dkv.take()
-                continue
-            backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=dkv.take, first=first)
-            first = False
-            del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
+        with comm.visits(plan, dkv.groups, k, v, transport) as arrivals:
+            state, dsinks = start()  # beside the first transfers
+            for index, visit, k_here, v_here in arrivals:
+                dkv.arrive(index)
+                if visit is None:
+                    dkv.take()
+                    continue
+                backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=dkv.take, first=first)
+                first = False
+                del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
         dq = backend.finish_backward(state)
         del state  # and the sum of dQ goes, before dk and dv are made
         return dq, *dkv.home(), dsinks

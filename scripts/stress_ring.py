@@ -145,10 +145,10 @@ class Delays:
     @contextmanager
     def around(self) -> Iterator[None]:
         """Inside, visits are delayed on the stream that computes, and copies and signals on theirs."""
-        visits, pieces = self.before_each(comm.visits), self.before_each(comm._pieces_of)
+        arrivals, pieces = self.before_each(comm._arrivals), self.before_each(comm._pieces_of)
         on_streams = [(nvlink._Symmetric, name) for name in ("barrier", "signal", "wait_for")]
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.multiple(comm, visits=visits, _pieces_of=pieces))
+            stack.enter_context(mock.patch.multiple(comm, _arrivals=arrivals, _pieces_of=pieces))
             for owner, name in (*on_streams, (nvlink.CopyEngine, "copy")):
                 stack.enter_context(mock.patch.object(owner, name, self.before(getattr(owner, name))))
             yield

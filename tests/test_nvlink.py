@@ -350,12 +350,13 @@ def overwritten_shards(passes: int) -> list[str]:
             k = torch.full((1, 8, 2, 16), 100.0 * number + dist.get_rank())
             transport = NvlinkTransport(group, k.device)
             groups = split_visits(plan, 1, 1)
-            for index, _, k_here, v_here in comm.visits(plan, groups, k, -k, transport):
-                time.sleep(random.random() * 0.005)
-                step = groups[index].last_step
-                expected = 100.0 * number + plan.source(step)
-                if not ((k_here == expected).all() and (v_here == -expected).all()):
-                    wrong.append(f"pass {number} step {step}")
+            with comm.visits(plan, groups, k, -k, transport) as arrivals:
+                for index, _, k_here, v_here in arrivals:
+                    time.sleep(random.random() * 0.005)
+                    step = groups[index].last_step
+                    expected = 100.0 * number + plan.source(step)
+                    if not ((k_here == expected).all() and (v_here == -expected).all()):
+                        wrong.append(f"pass {number} step {step}")
         release_buffers(group)
     return wrong
 
