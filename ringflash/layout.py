@@ -100,10 +100,19 @@ def layout_runs(layout: str, seq_len: int, world_size: int, rank: int, layout_ma
     return merge_runs((LAYOUTS | BY_DOCUMENT)[layout](seq_len, world_size, rank, layout_mask))
 
 
-@lru_cache(maxsize=1024)
 def rows_held(layout: str, seq_len: int, world_size: int, rank: int) -> int:
-    """How many rows `rank` holds, under any mask."""
-    return count_rows(layout_runs("contiguous" if layout in WANT_MASK else layout, seq_len, world_size, rank))
+    """How many rows `rank` holds, under any mask. A compiler may trace it, with a length that it leaves open."""
+    count = _count_held if torch.compiler.is_compiling() else _kept_count
+    return count(layout, seq_len, world_size, rank)
+
+
+def _count_held(layout: str, seq_len: int, world_size: int, rank: int) -> int:
+    _check_layout(layout, seq_len, world_size, rank)
+    runs = LAYOUTS["contiguous" if layout in WANT_MASK else layout](seq_len, world_size, rank, None)
+    return sum(run.length for run in runs)  # unmerged: to compare runs would bind an open length
+
+
+_kept_count = lru_cache(maxsize=1024)(_count_held)
 
 
 def _check_layout(layout: str, seq_len: int, world_size: int, rank: int) -> None:

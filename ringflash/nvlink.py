@@ -312,9 +312,12 @@ _links: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Link]] = WeakKe
 def release_buffers(group: dist.ProcessGroup) -> int:
     """Give the group's buffers back, on every device; returns how many bytes they were."""
     links = _links.pop(group, {}).values()
+    nbytes = sum(link.nbytes for link in links)
     for link in links:
         torch.cuda.synchronize(link.device)
-    return sum(link.nbytes for link in links)
+        for kept in (link.buffers, link.retired, link.places):
+            kept.clear()  # a link and its sides know each other, so they stay until the garbage collector comes
+    return nbytes
 
 
 class CopyEngine:

@@ -155,7 +155,7 @@ def _find_plan(
     if not options.group:
         return plan_one(mask, query_len, key_len), ""
     laid_out = decode(options.layout_mask, options.layout_documents) if options.layout_mask else None
-    left, right, chunk, prefix = options.mask
+    left, right, chunk, prefix = map(int, options.mask)  # True is 1, and found as that
     words = (
         f"call=ring_attention b={q[0]} heads={q[2]} kv_heads={k[2]} d={q[3]} d_v={v[3]} dtype={_short(dtype)} "
         f"scale={options.scale!r} causal={right == 0} window=({left},{right}) chunk={chunk} prefix={prefix} "

@@ -5,8 +5,10 @@ ring that ends here has no wait that depends on later work, and a ring that is r
 that it needs of its peers.
 """
 
+import gc
 import random
 import time
+import weakref
 from collections import deque
 from contextlib import contextmanager
 from itertools import product
@@ -200,6 +202,25 @@ def kept_views() -> tuple[bool, bool]:
     with nvlink_on_cpus():
         release_buffers(world())
     return counts[0] == counts[1] and len(counts[0]) > 3, right
+
+
+def what_is_left_of_released_buffers() -> list[str]:
+    """What release_buffers leaves alive, without the garbage collector."""
+    gc.disable()
+    with nvlink_on_cpus():
+        attend(24, "zigzag", causal=True)
+        (link,) = nvlink._links[world()].values()
+        kept = {**link.buffers, "place": next(iter(link.places.values()))[0]}
+        alive = {name: weakref.ref(x) for name, x in kept.items()}
+        del link, kept
+        release_buffers(world())
+        left = [name for name, x in alive.items() if x() is not None]
+    gc.enable()
+    return left
+
+
+def test_released_buffers_are_gone_at_once(workers):
+    assert workers(2).run(what_is_left_of_released_buffers) == [[]] * 2
 
 
 def test_views_of_buffers_are_made_once_and_may_be_forgotten(workers):
