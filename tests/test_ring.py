@@ -4,6 +4,7 @@ The functions that run in the workers come first: each takes whole inputs, atten
 """
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cache
@@ -727,6 +728,34 @@ def graphs_of_several_lengths(layout: str) -> tuple[int, bool]:
 def test_lengths_may_be_dynamic_under_the_compiler(workers, layout):
     for graphs, right in workers(2).run(graphs_of_several_lengths, layout):
         assert right and graphs <= 2  # one more where the halves of a zigzag are not as long
+
+
+class RingModule(torch.nn.Module):
+    def __init__(self, layout: str):
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ring_attention(x, x, x, group=world(), layout=self.layout, causal=True)
+
+
+def warnings_of_an_export(layout: str) -> list[str]:
+    """For any length from 4 to 99."""
+    rows = {"x": {1: torch.export.Dim("rows", min=4, max=99)}}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        exported = torch.export.export(
+            RingModule(layout), (torch.randn(1, 20, 2, 16),), strict=True, dynamic_shapes=rows
+        )
+    for length in (20, 33):
+        x = torch.randn(1, length, 2, 16)
+        assert torch.equal(exported.module()(x), RingModule(layout)(x))
+    return [str(warning.message) for warning in said]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_is_exported_for_all_lengths_without_a_warning(workers, layout):
+    assert workers(1).run(warnings_of_an_export, layout) == [[]]
 
 
 # shard, unshard, positions ----------------------------------------------------------------------------------------
