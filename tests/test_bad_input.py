@@ -312,6 +312,15 @@ def test_ranks_that_agreed_before_are_seen_to_disagree(workers):
         assert len(words) == 2 and all("disagree" in said for said in words)
 
 
+def agree_on_one_in_two_kinds() -> None:
+    ringflash.ring_attention(**good_arguments(), group=world(), window=((1, 0), (True, 0))[dist.get_rank()])
+
+
+def test_a_window_of_true_is_one_of_1(workers):
+    """Whichever of them a rank passed first: they are one key where plans and words are kept."""
+    workers(2).run(agree_on_one_in_two_kinds)
+
+
 def test_unknown_keywords_are_type_errors(workers):
     arguments = good_arguments()
     with pytest.raises(TypeError, match="casual"):
