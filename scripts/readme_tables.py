@@ -10,6 +10,7 @@ import argparse
 import csv
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from accuracy import FP32_LIMIT, NAMES
@@ -45,12 +46,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def origins(rows: Iterable[Row]) -> str:
-    """Where the numbers come from, one line for each device and set of versions."""
-    columns = "device", "torch", "triton", "commit"
-    seen = {tuple(row[column] for column in columns): row["date"][:10] for row in rows}
+    """Where the numbers come from, one line for each device and set of versions; and of which lengths, where that tells
+    them apart."""
+    seen = group_by(rows, "device", "torch", "triton", "commit")
+    lengths = [sorted({int(row.get("s", 0)) for row in group}) for group in seen.values()]
+    are_apart = len(lengths) > 1 and len(set(chain(*lengths))) == sum(map(len, lengths))
     return "\n".join(
-        f"{device}, torch {torch}, triton {triton}, commit {commit}, {date}."
-        for (device, torch, triton, commit), date in seen.items()
+        f"{device}, torch {torch}, triton {triton}, commit {commit}, {group[-1]['date'][:10]}"
+        + (f" ({', '.join(map(str, tokens))} tokens)." if are_apart else ".")
+        for ((device, torch, triton, commit), group), tokens in zip(seen.items(), lengths, strict=True)
     )
 
 
