@@ -3,9 +3,9 @@
     python scripts/plan_table.py                                    # 4, 8 and 64 ranks of 8192 tokens
     python scripts/plan_table.py --worlds 16 --rows 1024 --layouts zigzag
 
-One line for each world, layout and mask: visits of the busiest rank, products of its forward pass, how much more than
-the mean that is, the K/V that the rank with the most receives in a pass, and how long that takes at the link's speed.
-Rows go to results/plan_table.csv.
+One line for each world, layout and mask: shards that the busiest rank visits (in fewer launches, where several go in
+one), products of its forward pass, how much more than the mean that is, the K/V that the rank with the most receives in
+a pass, and how long that takes at the link's speed. Rows go to results/plan_table.csv.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
         lines.append([f"{world_size} x {options.rows} {layout} {mask}", *map(str, figures.values())])
         rows.append(origin | case | {"h": heads, "g": kv_heads, "d": dim} | figures | {"formula": FORMULA})
     print(f"{FORMULA}; link {LINK_GB_S:.0f} GB/s")
-    print(format_table(["", "visits", "TFLOP forward", "busiest / mean", "MB received", "ms"], lines))
+    print(format_table(["", "shards", "TFLOP forward", "busiest / mean", "MB received", "ms"], lines))
     append_rows(output_path(options), rows)
 
 
