@@ -116,6 +116,8 @@ def _rendezvous(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> 
 
     with _without_multicast():  # `symmetric_memory.empty` would keep freed memory in a pool of its own
         memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        # PyTorch zeroes it on the default stream, which may be busy; peers signal here as soon as all have met
+        torch.cuda.default_stream(device).synchronize()
         try:
             return memory, symmetric_memory.rendezvous(memory, group)
         except RuntimeError as error:

@@ -474,6 +474,39 @@ def test_attention_by_nvlink_may_be_the_first_operation_of_a_fresh_group_of_nccl
     assert gpu_workers(2, "nccl").run(first_operation_of_a_group, "nvlink", "nccl") == [True] * 2
 
 
+def differences_where_zeroing_is_late(on_own_stream: bool) -> list[int]:
+    """Results of first passes by nvlink that are not those by gloo, while the default stream of one rank is busy, where
+    PyTorch zeroes the memory that it shares."""
+    inputs, group, wrong = cuda_inputs(1, 600, 4, 64, kv_heads=2), join_on_gpu(), []
+    shards = [shard(x, group=group) for x in inputs[:4]]
+
+    def run(g: dist.ProcessGroup, transport: str) -> list[torch.Tensor]:
+        q, k, v = leaves = [x.detach().requires_grad_() for x in shards[:3]]
+        out = ring_attention(q, k, v, group=g, causal=True, deterministic=True, transport=transport)
+        return [out.detach(), *torch.autograd.grad(out, leaves, shards[3])]
+
+    expected = run(group, "gloo")
+    for late in range(dist.get_world_size(group)):
+        fresh = dist.new_group(backend="gloo")
+        assert isinstance(fresh, dist.ProcessGroup)
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        if dist.get_rank() == late:
+            torch.cuda._sleep(2 * 10**9)  # a second
+        with torch.cuda.stream(torch.cuda.Stream() if on_own_stream else torch.cuda.default_stream()):
+            results = run(fresh, "nvlink")
+            torch.cuda.current_stream().synchronize()
+        torch.cuda.synchronize()
+        if not all(map(torch.equal, results, expected)):
+            wrong.append(late)
+    return wrong
+
+
+@pytest.mark.parametrize("on_own_stream", [False, True])
+def test_memory_that_is_zeroed_late_is_not_used_before(gpu_workers, on_own_stream):
+    assert gpu_workers(2).run(differences_where_zeroing_is_late, on_own_stream) == [[]] * 2
+
+
 def ring_step(
     transport: str, rows: int = 256, deterministic: bool = False
 ) -> tuple[list[torch.Tensor], Callable[[], list[torch.Tensor]]]:

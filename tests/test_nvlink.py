@@ -361,6 +361,20 @@ def test_a_lap_waits_for_the_pulls_of_sums_that_lie_where_its_own_go(workers):
     assert workers(5).run(differing_in_laps, 2) == [[]] * 5
 
 
+def test_shared_memory_is_zeroed_before_anybody_meets():
+    """PyTorch zeroes it on the default stream, and lets the others signal there once all have met."""
+    calls = mock.Mock()
+    with (
+        mock.patch("torch._C._distributed_c10d._SymmetricMemory", calls.memory),
+        mock.patch("torch.distributed._symmetric_memory.rendezvous", calls.meet),
+        mock.patch("torch.cuda.default_stream", calls.default_stream),
+    ):
+        nvlink._rendezvous(512, mock.Mock(), torch.device("cuda", 1))
+    names = [name for name, *_ in calls.mock_calls]
+    assert names == ["memory.empty_strided_p2p", "default_stream", "default_stream().synchronize", "meet"]
+    assert calls.default_stream.call_args == mock.call(torch.device("cuda", 1))
+
+
 def overwritten_shards(passes: int) -> list[str]:
     """Shards that were another pass's, where ranks take their time over visits and nothing else keeps them in step."""
     group, wrong = world(), []
