@@ -18,7 +18,7 @@ head dims. `lse` and `delta` are those rows, fp32, negated as above. Names that 
     lse_s, seen_s, words_s (STAGES, BLOCK_Q), head_s    q_full
     dout_s (STAGES, BLOCK_Q, BLOCK_DV), delta_s         dout_full   one a stage
                                                         free        one a stage, of all of these
-    ds_s (STAGES + 1, BLOCK_K, BLOCK_Q)                 ds_full     one a slot, of both consumers' halves
+    ds_s (STAGES + 1, BLOCK_K, BLOCK_Q)                 ds_full     where dQ is made, one a slot, of both halves
 
 with axes of length 1 for batch and head, as descriptors have them. `stage` and `slot` are where a tile lies, `phase`
 which of its uses a barrier counts, 0 or 1. `tile` counts the tiles of a head, `place` those of all heads, batch after
@@ -466,7 +466,7 @@ def backward_kernel(
         ds_full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
         for slot in gl.static_range(STAGES + 1):
             mbarrier.init(ds_full.index(slot), count=2)
-    else:  # nothing that nobody waits for: Triton would keep what warpgroups are told where it lies
+    else:  # nor a barrier that nobody waits for: Triton would keep the warpgroups' arguments in its place
         ds_s: gl.constexpr = None
         ds_full: gl.constexpr = None
     buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s)

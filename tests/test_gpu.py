@@ -449,19 +449,20 @@ def test_nvlink_gives_the_bits_that_nccl_gives(gpu_workers):
     assert gpu_workers(2, "nccl").run(bits_that_differ, "nvlink", "nccl") == [[]] * 2
 
 
+def in_group(group: dist.ProcessGroup, shards: list[torch.Tensor], transport: str) -> list[torch.Tensor]:
+    """Of a deterministic causal ring in this group: out and gradients; `shards` are of q, k, v and dout."""
+    q, k, v = leaves = [x.detach().requires_grad_() for x in shards[:3]]
+    out = ring_attention(q, k, v, group=group, causal=True, deterministic=True, transport=transport)
+    return [out.detach(), *torch.autograd.grad(out, leaves, shards[3])]
+
+
 def first_operation_of_a_group(transport: str, backend: str) -> bool:
     """Is what a ring gives in a group that nothing was done in before what it gives in the group of all?"""
     inputs, group = cuda_inputs(1, 600, 4, 64, kv_heads=2), join_on_gpu()
     fresh = dist.new_group(backend=backend)
     assert isinstance(fresh, dist.ProcessGroup)
-    how = {"causal": True, "deterministic": True, "transport": transport}
     shards = [shard(x, group=group) for x in inputs[:4]]
-    results = []
-    for g in (fresh, group):
-        q, k, v = leaves = [x.detach().requires_grad_() for x in shards[:3]]
-        out = ring_attention(q, k, v, group=g, **how)
-        results.append([out, *torch.autograd.grad(out, leaves, shards[3])])
-    return all(map(torch.equal, *results))
+    return all(map(torch.equal, *(in_group(g, shards, transport) for g in (fresh, group))))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -480,12 +481,7 @@ def differences_where_zeroing_is_late(on_own_stream: bool) -> list[int]:
     inputs, group, wrong = cuda_inputs(1, 600, 4, 64, kv_heads=2), join_on_gpu(), []
     shards = [shard(x, group=group) for x in inputs[:4]]
 
-    def run(g: dist.ProcessGroup, transport: str) -> list[torch.Tensor]:
-        q, k, v = leaves = [x.detach().requires_grad_() for x in shards[:3]]
-        out = ring_attention(q, k, v, group=g, causal=True, deterministic=True, transport=transport)
-        return [out.detach(), *torch.autograd.grad(out, leaves, shards[3])]
-
-    expected = run(group, "gloo")
+    expected = in_group(group, shards, "gloo")
     for late in range(dist.get_world_size(group)):
         fresh = dist.new_group(backend="gloo")
         assert isinstance(fresh, dist.ProcessGroup)
@@ -494,7 +490,7 @@ def differences_where_zeroing_is_late(on_own_stream: bool) -> list[int]:
         if dist.get_rank() == late:
             torch.cuda._sleep(2 * 10**9)  # a second
         with torch.cuda.stream(torch.cuda.Stream() if on_own_stream else torch.cuda.default_stream()):
-            results = run(fresh, "nvlink")
+            results = in_group(fresh, shards, "nvlink")
             torch.cuda.current_stream().synchronize()
         torch.cuda.synchronize()
         if not all(map(torch.equal, results, expected)):
