@@ -93,7 +93,8 @@ class Gradients:
         self.groups, self.parts, self.is_apart = halves
         self.like, self.dtype, shape = (k, v), dtype, RowShape.of(k, v)
         self.legs = _legs(plan, self.parts, 1 if self.is_apart else self.parts, shape)
-        self.own: Sums | None = None  # where it lies apart
+        # before any visit: the own one may run beside others, and memory that those freed could still be in use
+        self.own = Sums(*(empty_like(x, dtype) for x in (k, v)), fresh=True) if self.is_apart else None
         size = shape.size(-(-plan.most_rows // self.parts))
         # of this group, of the others of its step, and one for what comes next
         self.buffers = [Packed(x, shape) for x in transport.buffers(self.parts + 1, size, dtype)]
@@ -129,8 +130,7 @@ class Gradients:
     def take(self) -> Sums:
         """The running sums of this group, once they are here: of the rows that its visit is about."""
         group = self.groups[self.index]
-        if group.last_step == 0 and self.is_apart:
-            self.own = Sums(*(empty_like(x, self.dtype) for x in self.like), fresh=True)
+        if group.last_step == 0 and self.own is not None:
             return self.own
         if self.parts == 1:
             self._wait()
@@ -254,14 +254,17 @@ def _ranges(pieces: tuple[Piece, ...], rows: int, shape: RowShape) -> list[tuple
 class StraightGradients:
     """dK and dV that go straight home: see Note [Straight home]. Used as `Gradients`."""
 
+    is_apart = True
+
     def __init__(self, straight: Straight, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport):
         self.transport = transport
         self.laps, self.groups = straight.laps, straight.groups
         self.like, self.dtype, self.shape = (k, v), dtype, RowShape.of(k, v)
+        self.own = [empty_like(x, dtype) for x in self.like]  # before any visit, as that of `Gradients`
+        self.is_fresh = True  # nothing is there yet
         buffers = transport.buffers(min(len(self.laps), 2), self.shape.size(straight.most_rows), dtype)
         self.buffers = [Packed(x, self.shape) for x in buffers]  # of this lap, and of the one before
         self.on_the_way: deque[tuple[Pending, _Home, Tensor]] = deque()  # what comes in a lap, and where it lands
-        self.own: list[Tensor] | None = None
         self.index = 0
 
     def arrive(self, index: int) -> None:
@@ -281,29 +284,27 @@ class StraightGradients:
 
     def take(self) -> Sums:
         """Where the sums of this group go: of the rows that its visit is about."""
+        if self.index == len(self.laps):
+            fresh, self.is_fresh = self.is_fresh, False
+            return Sums(*self.own, fresh=fresh)
         if len(self.on_the_way) == 2:  # the older one went from the buffer that this lap takes
-            if self.own is None:
-                self.own = [x.new_zeros(x.shape, dtype=self.dtype) for x in self.like]
-            self._add(self.own)
-        if self.index < len(self.laps):
-            rows = self.groups[self.index].rows
-            return Sums(*self.buffers[0].views(0, rows, rows), fresh=True)
-        fresh = self.own is None
-        if self.own is None:
-            self.own = [empty_like(x, self.dtype) for x in self.like]
-        return Sums(*self.own, fresh=fresh)
+            self._add()
+        rows = self.groups[self.index].rows
+        return Sums(*self.buffers[0].views(0, rows, rows), fresh=True)
 
     def home(self) -> tuple[Tensor, Tensor]:
         """This rank's own `(dk, dv)`, summed over all ranks, in the dtypes of k and v."""
-        assert self.own is not None
         while self.on_the_way:
-            self._add(self.own)
+            self._add()
         self.transport.finish()
         dk, dv = (x.to(like.dtype) for x, like in zip(self.own, self.like, strict=True))
         return dk, dv
 
-    def _add(self, own: list[Tensor]) -> None:
+    def _add(self) -> None:
         """Add what came in the oldest lap, in the order of steps: all places of a rank in one launch."""
+        if self.is_fresh:
+            torch._foreach_zero_(self.own)
+            self.is_fresh = False
         pending, home, come = self.on_the_way.popleft()
         wait_for(pending, "dK and dV, come home")
         for ranks, places in home.added:
@@ -312,7 +313,7 @@ class StraightGradients:
             if ranks > 1:
                 theirs = theirs.view(ranks, -1).sum(0)
             parts = [x.view(place.shape) for x, place in zip(theirs.split_with_sizes(sizes), places, strict=True)]
-            torch._foreach_add_([own[place.which][:, place.begin : place.end] for place in places], parts)
+            torch._foreach_add_([self.own[place.which][:, place.begin : place.end] for place in places], parts)
 
 
 def gradients(

@@ -404,6 +404,11 @@ class Started(NamedTuple):
     def delta(self) -> Tensor:
         return self.minus_delta[:, :, : self.q.shape[1]] * -self.about.keep_scale
 
+    @property
+    def in_any_order(self) -> bool:
+        """Visits add to dQ, which is 0 at first, in memory."""
+        return self.dq is not None
+
     def of(self, batches: slice) -> "Started":
         about, *tensors, is_captured = self
         q, dout, *rest = (None if x is None else x[batches] for x in tensors)

@@ -785,6 +785,10 @@ class Started(NamedTuple):
     def delta(self) -> Tensor:
         return self.pairs[..., 1]
 
+    @property
+    def in_any_order(self) -> bool:
+        return False
+
     def of(self, batches: slice) -> "Started":
         return Started(self.pairs[batches], self.dq[batches], self.dtype)
 
@@ -806,6 +810,10 @@ class Ordered(NamedTuple):
     @property
     def delta(self) -> Tensor:
         return self.portable.delta
+
+    @property
+    def in_any_order(self) -> bool:
+        return False
 
 
 State: TypeAlias = "Started | Ordered | hopper_kernel.Started"

@@ -135,6 +135,10 @@ class Started(NamedTuple):
     dq: Tensor  # (b, s, h, d): the sum so far
     dtype: torch.dtype  # of dq in the end
 
+    @property
+    def in_any_order(self) -> bool:
+        return False
+
 
 def start_backward(
     q: Tensor, result: Partial, dout: Tensor, dlse: Tensor | None, scoring: Scoring, sums: torch.dtype
