@@ -116,10 +116,16 @@ def _rendezvous(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> 
 
     with _without_multicast():  # `symmetric_memory.empty` would keep freed memory in a pool of its own
         memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
-        # PyTorch zeroes it on the default stream, which may be busy; peers signal here as soon as all have met
-        torch.cuda.default_stream(device).synchronize()
+        # PyTorch zeroes it on the default stream, which may be busy; peers signal here as soon as all have met. Where
+        # the others are it writes there too, to memory that the current stream may have freed and not be done with, and
+        # signals on any stream read it.
+        streams = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
         try:
-            return memory, symmetric_memory.rendezvous(memory, group)
+            for stream in streams:
+                stream.synchronize()
+            handle = symmetric_memory.rendezvous(memory, group)
+            streams[0].synchronize()
+            return memory, handle
         except RuntimeError as error:
             raise RuntimeError(
                 f"ringflash: the ranks of group {group.group_name} did not meet to share {nbytes} bytes: {error}. "

@@ -361,18 +361,22 @@ def test_a_lap_waits_for_the_pulls_of_sums_that_lie_where_its_own_go(workers):
     assert workers(5).run(differing_in_laps, 2) == [[]] * 5
 
 
-def test_shared_memory_is_zeroed_before_anybody_meets():
-    """PyTorch zeroes it on the default stream, and lets the others signal there once all have met."""
+def test_shared_memory_is_zeroed_before_anybody_meets_and_known_before_anybody_signals():
+    """PyTorch does both on the default stream: zeroes it, and lets the others signal there once all have met; then
+    writes down where theirs is, to memory that the current stream freed."""
     calls = mock.Mock()
     with (
         mock.patch("torch._C._distributed_c10d._SymmetricMemory", calls.memory),
         mock.patch("torch.distributed._symmetric_memory.rendezvous", calls.meet),
         mock.patch("torch.cuda.default_stream", calls.default_stream),
+        mock.patch("torch.cuda.current_stream", calls.current_stream),
     ):
-        nvlink._rendezvous(512, mock.Mock(), torch.device("cuda", 1))
-    names = [name for name, *_ in calls.mock_calls]
-    assert names == ["memory.empty_strided_p2p", "default_stream", "default_stream().synchronize", "meet"]
-    assert calls.default_stream.call_args == mock.call(torch.device("cuda", 1))
+        made = nvlink._rendezvous(512, mock.Mock(), torch.device("cuda", 1))
+    names = [name for name, *_ in calls.mock_calls if name not in ("default_stream", "current_stream")]
+    waits = [f"{which}_stream().synchronize" for which in ("default", "current")]
+    assert names == ["memory.empty_strided_p2p", *waits, "meet", waits[0]]
+    assert calls.default_stream.call_args == calls.current_stream.call_args == mock.call(torch.device("cuda", 1))
+    assert made == (calls.memory.empty_strided_p2p(), calls.meet())
 
 
 def overwritten_shards(passes: int) -> list[str]:
