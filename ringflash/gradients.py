@@ -18,7 +18,8 @@ apart, and then also that of the only other rank.
 Note [Straight home]. Under documents or a window a rank sees little of the others, of some of them nothing, and sums
 that go round would stop at every rank in between. And few keys don't occupy a GPU, nor does the host keep up with many
 short launches. So where what any rank sees of all the others is little (STRAIGHT_SHARDS and STRAIGHT_BYTES of sums at
-most), it is attended to in one launch, the first. And where shards are small (LAP_SHARDS in LAP_BYTES of sums), and no
+most; between two ranks, where there is nothing in between, half a shard that would go in halves), it is attended to in
+one launch, the first. And where shards are small (LAP_SHARDS in LAP_BYTES of sums), and no
 documents make a new plan with every batch, it is in laps: a launch for as many shards as LAP_BYTES hold. Sums of a lap
 go to the ranks whose shards they are of while the next lap is attended to, or the own shard; what came is added to the
 own sums, in the order of steps. One buffer is added to while another is sent, each of up to LAP_BYTES; what comes takes
@@ -327,11 +328,15 @@ def gradients(
 
 
 def straight_of(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Straight | None:
-    """How sums go straight home, where that is better: between two ranks they do anyway."""
-    if plan.hops < 2:
+    """How sums go straight home, where that is better."""
+    if plan.hops == 0:
         return None
     row_bytes = max(RowShape.of(k, v).size(1) * dtype.itemsize, 1)
-    straight = go_straight(plan, plan.hops, min(STRAIGHT_BYTES // row_bytes, STRAIGHT_SHARDS * plan.most_rows))
+    few_rows = STRAIGHT_BYTES // row_bytes
+    if plan.hops == 1:  # they do anyway, but two halves are four launches
+        is_halved = halved(plan, k, v, dtype).parts > 1
+        return go_straight(plan, 1, min(few_rows, plan.most_rows // 2)) if is_halved else None
+    straight = go_straight(plan, plan.hops, min(few_rows, STRAIGHT_SHARDS * plan.most_rows))
     lap_rows = LAP_BYTES // row_bytes
     lap_steps = lap_rows // max(plan.most_rows, 1)
     may_come_anew = plan.own_visit.mask.cu_seqlens is not None  # with every batch, and laps take long to plan

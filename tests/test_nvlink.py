@@ -164,7 +164,7 @@ def all_same_bits(layout: str) -> list[bool]:
         (0, dkv.APART_BYTES, 0, 0, 1),  # others' alone
         (dkv.HALVED_BYTES, 0, 0, 0, 1),  # none
     )
-    straight_home = (  # not between two ranks
+    straight_home = (  # between two ranks the first alone, where half a shard is seen
         (0, 0, dkv.STRAIGHT_BYTES, 0, 1),  # from one launch where that is little
         (0, 0, 0, dkv.LAP_BYTES, 1),  # from one launch
         (0, 0, 0, 12 * 2 * (16 + 24) * 4, 1),  # from launches of 1 to 3 shards

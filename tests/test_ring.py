@@ -169,7 +169,9 @@ def steps_of_laps(world_size: int, rows: int, mask: Mask) -> list[int] | None:
 
 def test_sums_go_straight_home_where_little_is_seen_and_in_laps_where_shards_are_small(monkeypatch):
     causal, window = Mask(right=0), Mask(left=1000, right=0)
-    assert steps_of_laps(2, 1024, causal) is None
+    assert steps_of_laps(2, 1024, causal) is steps_of_laps(2, 32768, causal) is None
+    assert steps_of_laps(2, 16384, window) is None
+    assert steps_of_laps(2, 32768, window) == [1]  # else in halves
     assert steps_of_laps(3, 16384, causal) == [2]  # 256 MiB of two shards
     assert steps_of_laps(3, 32768, causal) is None
     assert steps_of_laps(8, 2048, causal) == [7]
@@ -205,14 +207,16 @@ def test_laps_match_dense_attention(workers, world_size, shards, layout):
 
 
 def attend_around_holes(problems: list[Problem], layout: str, **options) -> list[Attention]:
-    """Of a shard the rows that are seen, and none between them."""
+    """Of a shard the rows that are seen, and none between them; shards as large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "HOLE", 1)
+        patch.setattr(dkv, "HALVED_BYTES", 0)
+        patch.setattr(dkv, "APART_BYTES", 0)
         return attend_to_parts(problems, layout, **options)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_shards_seen_in_parts_match_dense_attention(workers, world_size, layout):
     """Documents that end in the middle of shards: sums go straight home, from several places of a shard."""
     for causal in (False, True):
