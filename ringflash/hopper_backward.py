@@ -81,16 +81,22 @@ def _add_tile(base, x, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def _find_block(n_blocks, kv_heads, kv_together):
-    """`(block, kv_head, batch)` of this program: `kv_together` heads at a time, so that their queries stay in L2, and
-    their blocks from the first one, which the most queries see when causal: programs that start last are short."""
+def _find_block(order, n_blocks, kv_heads, kv_together):
+    """`(block, kv_head, batch)` of this program: as the order says, which counts blocks head by head, or without one
+    `kv_together` heads at a time, so that their queries stay in L2, and their blocks from the first one, which the most
+    queries see when causal: programs that start last are short."""
     place = gl.program_id(0)
-    n_heads = gl.num_programs(0) // n_blocks  # of all batches
-    group = place // (n_blocks * kv_together)
-    place -= group * (n_blocks * kv_together)
-    in_group = gl.minimum(kv_together, n_heads - group * kv_together)
-    block = place // in_group
-    head = group * kv_together + place - block * in_group
+    if order is None:
+        n_heads = gl.num_programs(0) // n_blocks  # of all batches
+        group = place // (n_blocks * kv_together)
+        place -= group * (n_blocks * kv_together)
+        in_group = gl.minimum(kv_together, n_heads - group * kv_together)
+        block = place // in_group
+        head = group * kv_together + place - block * in_group
+    else:
+        place = gl.load(order + place)
+        head = place // n_blocks
+        block = place - head * n_blocks
     return block, head % kv_heads, head // kv_heads
 
 
@@ -414,7 +420,7 @@ def _producer(
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["head_words"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, blocks, seen, words, head_words,
+    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, blocks, order, seen, words, head_words,
     n_q, n_k, n_blocks, n_tiles_q, kv_heads, kv_together, heads_per_kv, first_head, heads, scale,
     cap, cap_scale, drop_below, keep_scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -423,7 +429,7 @@ def backward_kernel(
 ):  # fmt: skip
     """One block of keys of one key/value head against the queries that see it."""
     HAS_TABLE: gl.constexpr = seen is not None
-    block, kv_head, batch = _find_block(n_blocks, kv_heads, kv_together)
+    block, kv_head, batch = _find_block(order, n_blocks, kv_heads, kv_together)
     low, high, tiles, nothing = _load_block(blocks, block, BLOCK_Q)
     if ADD:
         if nothing:

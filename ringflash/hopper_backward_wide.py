@@ -197,7 +197,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def wide_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, blocks, seen, words, head_words,
+    q_desc, k_desc, v_desc, dout_desc, lse, delta, dq, dk, dv, blocks, order, seen, words, head_words,
     n_q, n_k, n_blocks, n_tiles_q, kv_heads, kv_together, heads_per_kv, first_head, heads, scale,
     cap, cap_scale, drop_below, keep_scale,
     D: gl.constexpr, DV: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -208,7 +208,7 @@ def wide_backward_kernel(
     gl.static_assert(cap is None and words is None, "local_kernel.kernel_of")
     gl.static_assert(STAGES >= 2, "see Note [Slots that need no barrier to fall free]")
     HAS_TABLE: gl.constexpr = seen is not None
-    block, kv_head, batch = _find_block(n_blocks, kv_heads, kv_together)
+    block, kv_head, batch = _find_block(order, n_blocks, kv_heads, kv_together)
     low, high, tiles, nothing = _load_block(blocks, block, BLOCK_Q)
     if ADD:
         if nothing:

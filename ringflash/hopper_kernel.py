@@ -65,8 +65,10 @@ SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_shar
 MANY_PIECES = 12
 MOST_SCHEDULED = 2**16  # pieces: the host takes 1 us for each, once
 JUMP = 512  # rows that nothing of a block sees, and yet it would visit, for which it ends before: some tiles
-SORTED = 8  # backward programs a multiprocessor, up to which the longest start first
-PIECE_COST = 1.5  # what a piece of work takes beside its tiles, in tiles
+PROGRAM_COST = 7  # what a program takes backward beside its tiles, in tiles
+LONG = 0.3  # of a launch's time: programs that take more start first
+PIECE_COST = 1.5  # what a piece of work takes forward beside its tiles, in tiles
+MASKED_COST = 0.2  # and what a tile takes more where something is masked
 L2_BYTES = 20e6  # that programs side by side may read, or add to: each half of the GPU has its own 25 MB
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -338,16 +340,28 @@ def share_out(lengths: list[int], programs: int) -> list[list[int]]:
 
 def _schedule(launch: Launch, blocks: Tensor, device: torch.device) -> Tensor:
     """int32 `(1 + most, programs)`: how many pieces of work each program has, then which. Pieces, of `blocks` (see
-    `plan.query_blocks`), are in the order of `hopper_forward._find_work`."""
+    `plan.query_blocks`), are counted as `hopper_forward._find_work` does. Of the heads that run together those come
+    first that take longest, so that programs end at one time."""
     names = "BLOCK_K", "n_heads", "n_blocks", "n_work", "heads_together"
     block_k, n_heads, n_blocks, n_work, heads_together = (launch.numbers[name] for name in names)
-    begin, _, _, end, _, _ = blocks.unbind(1)
-    tiles = (((end + block_k - 1) // block_k) - begin // block_k).clamp(min=1).flip(0).tolist()
+    begin, full_begin, full_end, end, _, _ = blocks.flip(0).unbind(1)
+    tiles = (count_blocks(end, block_k) - begin // block_k).clamp(min=1)
+    full_tiles = (full_end // block_k - count_blocks(full_begin, block_k)).clamp(min=0)
+    cost = tiles + MASKED_COST * (tiles - full_tiles)
+    by_cost = cost.argsort(descending=True, stable=True)
     heads = [min(heads_together, n_heads - first) for first in range(0, n_heads, heads_together)]
-    lengths = [length for together in heads for length in tiles for _ in range(together)]
-    shares = share_out(lengths * (n_work // len(lengths)), launch.grid[0])
+    heads *= n_work // (n_blocks * n_heads)
+    firsts = [n_blocks * sum(heads[:i]) for i in range(len(heads))]
+    pieces = torch.cat([_grid(by_cost * n, n) + first for n, first in zip(heads, firsts, strict=True)]).tolist()
+    lengths = torch.cat([cost[by_cost].repeat_interleave(n) for n in heads]).tolist()
+    shares = [[pieces[place] for place in share] for share in share_out(lengths, launch.grid[0])]
     rows = [list(map(len, shares)), *zip_longest(*shares, fillvalue=-1)]
     return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
+
+
+def _grid(rows: Tensor, columns: int, step: int = 1, first: int = 0) -> Tensor:
+    """Each of the rows plus each of so many columns, row by row, flat."""
+    return (rows[:, None] + step * torch.arange(first, first + columns, device="cpu")).flatten()
 
 
 def heads_together(kv_heads: int, head_bytes: int, head_blocks: int, multiprocessors: int) -> int:
@@ -479,24 +493,58 @@ def backward(k: Tensor, v: Tensor, state: Started, visit: Visit, take_dkv: Calla
 @keep_by_bytes(TABLE_BYTES)
 def _backward_launches(
     about: _Pass, k: Kind, v: Kind, sums: torch.dtype, fresh: bool, visit: Visit
-) -> tuple[tuple[Launch, Tensor, Tensor | None, Tensor | None], ...]:
-    """A visit's launches, and for each what blocks of keys are seen by, what single queries see, and dropout's words;
-    no launches where k or v is not aligned.
+) -> tuple[tuple[Launch, Tensor, Tensor | None, Tensor | None, Tensor | None], ...]:
+    """A visit's launches, and for each what blocks of keys are seen by, the order of programs, what single queries see,
+    and dropout's words; no launches where k or v is not aligned.
 
     Query rows that see a block are both ends of tiles. All four are 0 where none does: a block that nothing adds to is
-    still written, from a tile that is there. Of few programs those start first that take longest; many take their
-    blocks in order, beside those that read the same queries.
+    still written, from a tile that is there.
     """
     if not are_aligned(k, v):
         return ()
     found, device, blocks = [], about.device, visit.key_blocks(about.tile.block_k, JUMP)
-    for launch, low, high in _launches_of_kinds(about, k, v, sums, fresh, len(blocks), visit.mask.is_full):
+    lengths = (blocks[:, 3] - blocks[:, 0]).clamp(min=0)
+    is_ordered = bool((lengths[1:] > lengths[:-1]).any())
+    for launch, low, high in _launches_of_kinds(about, k, v, sums, fresh, len(blocks), visit.mask.is_full, is_ordered):
         seen = blocks[:, :4].clamp(low, high)
         table = torch.cat([torch.where(seen[:, :1] == seen[:, 3:], 0, seen), blocks[:, 4:]], dim=1)
-        if launch.grid[0] <= SORTED * count_multiprocessors(device):
-            table = table[(table[:, 3] - table[:, 0]).argsort(descending=True, stable=True)]
-        found.append((launch, to_device(table, device), seen_rows_of(visit, device), _words_of(launch, visit, device)))
+        order = None
+        if is_ordered:
+            n_heads, together = launch.grid[0] // len(blocks), launch.numbers["kv_together"]
+            tiles = (table[:, 3] - table[:, 0]) / about.tile.block_q * launch.numbers["heads"]
+            programs = order_programs(tiles, n_heads, together, count_multiprocessors(device))
+            order = to_device(programs, device)
+        tables = to_device(table, device), order, seen_rows_of(visit, device), _words_of(launch, visit, device)
+        found.append((launch, *tables))
     return tuple(found)
+
+
+def order_programs(tiles: Tensor, n_heads: int, together: int, multiprocessors: int) -> Tensor:
+    """In which order programs of the backward kernel start, each with a block of keys of one head: int32, counting
+    blocks head by head.
+
+    Blocks of heads that run together start side by side, in order: they read the same queries, and add to the same dQ.
+    But a launch ends when its last program does. So programs that take more than LONG of its time start first, of all
+    heads, and as much work as half of the longest of the others on every multiprocessor is kept for the end, in the
+    shortest ones.
+
+    Args:
+        tiles: that the program of each block visits.
+    """
+    cost = tiles + PROGRAM_COST
+    work = cost.sum() * n_heads / multiprocessors
+    by_cost = cost.argsort(descending=True, stable=True)
+    n_long = int((cost > LONG * work).sum())
+    others = by_cost[n_long:]
+    late = cost[others[:1]].sum() / 2 / work * cost.sum()
+    n_late = int((cost[others].flip(0).cumsum(0) <= late).sum())
+    between, last = others.split((len(others) - n_late, n_late))
+    between, n_blocks = between.sort().values, len(cost)
+    parts = [_grid(by_cost[:n_long], n_heads, n_blocks)]
+    for head in range(0, n_heads, together):
+        parts.append(_grid(between, min(together, n_heads - head), n_blocks, head))
+    parts.append(_grid(last, n_heads, n_blocks))
+    return torch.cat(parts).to(torch.int32)
 
 
 def _words_of(launch: Launch, visit: Visit, device: torch.device) -> Tensor | None:
@@ -505,10 +553,11 @@ def _words_of(launch: Launch, visit: Visit, device: torch.device) -> Tensor | No
 
 @lru_cache(maxsize=1024)
 def _launches_of_kinds(
-    about: _Pass, k: Kind, v: Kind, sums: torch.dtype, fresh: bool, n_blocks: int, is_full: bool
+    about: _Pass, k: Kind, v: Kind, sums: torch.dtype, fresh: bool, n_blocks: int, is_full: bool, is_ordered: bool
 ) -> tuple[tuple[Launch, int, int], ...]:
     """The launches of every visit with all that their form depends on, and the query rows `[low, high)` that each sums
-    over. Sums of dK and dV are in the dtype `sums`; where several launches add, in fp32.
+    over. Sums of dK and dV are in the dtype `sums`; where several launches add, in fp32. (Which tensors there are is
+    part of the form: under the full mask there is no table, and programs may be ordered.)
     """
     _, n_q, n_heads, _ = about.q.shape
     found = []
@@ -555,7 +604,7 @@ def _backward_launch(about: _Pass, k: Kind, v: Kind, n_blocks: int, first_head: 
         "dout_desc": _descriptor(dout, tile.block_q, tile.block_dv),
     }
     grid = (n_blocks * kv_heads * n_batches,)
-    tensors = ("lse", "delta", "dq", "dk", "dv", "blocks", "seen", "words", "head_words")
+    tensors = ("lse", "delta", "dq", "dk", "dv", "blocks", "order", "seen", "words", "head_words")
     return Launch(kernel, grid, boxes, tensors, numbers, num_warps=4, maxnreg=168)
 
 

@@ -33,7 +33,7 @@ WIDE_BACKWARD_KERNEL = hopper_kernel.wide_backward_kernel
 STREAMED = {"forward": "kv", "dq": "kv", "dkv": ("q", "dout")}  # by TMA where the tile says so
 WIDE_ARGUMENTS = ("scale", "scale_log2", "cap_log2", "keep_scale")
 FP32_POINTERS = ("out_before", "lse", "pairs", "slopes", "sinks")
-INT_POINTERS = ("ranges", "blocks", "seen_rows", "positions", "words", "head_words")
+INT_POINTERS = ("ranges", "blocks", "order", "seen_rows", "positions", "words", "head_words")
 
 
 @dataclass
@@ -166,14 +166,20 @@ def compile_hopper(
     sinks: bool = False,
     softcap: bool = False,
     dropout: bool = False,
+    ordered: bool = False,
 ) -> Compiled:
-    """Compile the Hopper kernel "forward" or "backward" for what its launcher passes; options as `compile_kernel`."""
+    """Compile the Hopper kernel "forward" or "backward" for what its launcher passes; options as `compile_kernel`.
+
+    `ordered`: where programs start in an order of their own, as a long document after a short one wants it.
+    """
     sums = torch.float32 if accumulate else dtype
-    q, k = (torch.zeros(2, 64, heads, dim, dtype=dtype) for heads in (4, 2))
-    v, dout = (torch.zeros(2, 64, heads, dim if v_dim is None else v_dim, dtype=dtype) for heads in (2, 4))
+    rows = 384
+    q, k = (torch.zeros(2, rows, heads, dim, dtype=dtype) for heads in (4, 2))
+    v, dout = (torch.zeros(2, rows, heads, dim if v_dim is None else v_dim, dtype=dtype) for heads in (2, 4))
     running = dout.to(sums)
-    total = Partial(dout if last else running, torch.zeros(2, 4, 64))
-    visit = plan_one(Mask() if full else Mask(right=0), 64, 64).visits[0]
+    total = Partial(dout if last else running, torch.zeros(2, 4, rows))
+    mask = Mask(cu_seqlens=(0, 128, rows)) if ordered else Mask() if full else Mask(right=0)
+    visit = plan_one(mask, rows, rows).visits[0]
     assert visit is not None
     head_words = torch.zeros(2, 4, dtype=torch.int32) if dropout else None
     scoring = Scoring(0.1, 30.0 if softcap else None, None, 0.1, head_words, torch.zeros(4) if sinks else None)
@@ -186,17 +192,18 @@ def compile_hopper(
             hopper_kernel.forward(q, k, v, visit, scoring, into=total, before=running if accumulate else None)
         else:
             function = BACKWARD_KERNEL if max(dim, v.shape[3]) <= 128 else WIDE_BACKWARD_KERNEL
-            rows = torch.zeros(2, 4, 128)
+            numbers = torch.zeros(2, 4, rows)
             dq = None if without_dq else torch.zeros(2, 4, 1, 1)
             q_kind, dout_kind = hopper_kernel.Kind.of(q), hopper_kernel.Kind.of(dout)
             score = hopper_kernel._ScoreNumbers.of(scoring)
             about = hopper_kernel._Pass(q_kind, dout_kind, not without_dq, score, q.device)
-            state = hopper_kernel.Started(about, q, dout, rows, rows, dq, head_words, False)
+            state = hopper_kernel.Started(about, q, dout, numbers, numbers, dq, head_words, False)
             dkv = k.to(sums), v.to(sums)
             hopper_kernel.backward(k, v, state, visit, lambda: Sums(*dkv, fresh=not accumulate))
     arguments = recorder.arguments
     options = {name: arguments.pop(name) for name in ("num_warps", "maxnreg")}
     assert set(arguments) == set(function.arg_names)
+    assert kernel == "forward" or (arguments["order"] is not None) == ordered
     signature, constants, aligned = {}, {}, {}
     for index, parameter in enumerate(function.params):
         name, value = parameter.name, arguments[parameter.name]

@@ -51,6 +51,14 @@ def test_rows_far_apart_are_in_blocks_of_their_own(monkeypatch, doubles, dim):
     forward, backward = ([arguments for _, arguments in double.launches] for double in doubles)
     assert any(a["n_blocks"] > -(-a["n_q"] // (a["ROWS"] * a["CONSUMERS"])) for a in forward)
     assert any(a["n_blocks"] > -(-a["n_k"] // a["BLOCK_K"]) for a in backward)
+    assert {a["order"] is None for a in backward} == {True, False}  # where a later block takes longer there is one
+
+
+def test_programs_in_an_order_of_their_own_are_of_all_heads_and_batches(doubles):
+    mask = Mask(right=0, cu_seqlens=(0, 128, 403))
+    inputs = random_inputs(2, 403, 6, 64, kv_heads=3, dtype=torch.float16)
+    check(emulate_ring(BACKEND, inputs, mask, "contiguous", 1), dense(inputs, mask), TOLERANCE[torch.float16])
+    assert all(arguments["order"] is not None for _, arguments in doubles[1].launches)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,16 @@ def test_a_call_under_the_full_mask_is_another_launch_than_one_that_has_a_table(
         q, k, v = (x.requires_grad_() for x in inputs[:3])
         torch.autograd.backward(flash_attention(q, k, v, causal=causal, backend="triton"), inputs.dout)
     assert hopper_kernel._forward_launch.cache_info().currsize == 2
+    assert hopper_kernel._launches_of_kinds.cache_info().currsize == 2
+
+
+def test_a_call_whose_programs_are_ordered_is_another_launch(doubles):
+    inputs = random_inputs(1, 300, 4, 64, dtype=torch.float16)
+    masks = [Mask(right=0, cu_seqlens=cuts) for cuts in ((0, 300), (0, 128, 300), (0, 200, 300))]
+    for mask in masks:
+        q, k, v = (x.requires_grad_() for x in inputs[:3])
+        torch.autograd.backward(flash_attention(q, k, v, mask=mask, backend="triton"), inputs.dout)
+    assert [arguments["order"] is not None for _, arguments in doubles[1].launches] == [False, True, False]
     assert hopper_kernel._launches_of_kinds.cache_info().currsize == 2
 
 

@@ -157,11 +157,16 @@ def register_places(block_q: int, block_d: int) -> Tensor:
     return warpgroup * half + thread + row % 16 // 8 * 2 + col % 2
 
 
-def find_block(place: int, n_blocks: int, kv_heads: int, kv_together: int, n_batches: int) -> tuple[int, int, int]:
+def find_block(place: int, n_batches: int, a: dict[str, Any]) -> tuple[int, int, int]:
     """`(block, kv_head, batch)`."""
-    group, place = divmod(place, n_blocks * kv_together)
-    block, head = divmod(place, min(kv_together, kv_heads * n_batches - group * kv_together))
-    batch, kv_head = divmod(group * kv_together + head, kv_heads)
+    n_blocks, kv_heads, kv_together = a["n_blocks"], a["kv_heads"], a["kv_together"]
+    if a["order"] is None:
+        group, place = divmod(place, n_blocks * kv_together)
+        block, head = divmod(place, min(kv_together, kv_heads * n_batches - group * kv_together))
+        batch, kv_head = divmod(group * kv_together + head, kv_heads)
+    else:
+        head, block = divmod(int(a["order"][place]), n_blocks)
+        batch, kv_head = divmod(head, kv_heads)
     return block, kv_head, batch
 
 
@@ -176,7 +181,7 @@ def backward(grid: tuple[int, ...], **a: Any) -> None:
     places = register_places(block_q, a["BLOCK_D"]).flatten()
     n_blocks, kv_heads, n_batches = a["n_blocks"], a["kv_heads"], grid[0] // (a["n_blocks"] * a["kv_heads"])
     assert a["blocks"].shape == (n_blocks, 6) and grid == (n_blocks * kv_heads * n_batches, 1, 1)
-    blocks = [find_block(place, n_blocks, kv_heads, a["kv_together"], n_batches) for place in range(grid[0])]
+    blocks = [find_block(place, n_batches, a) for place in range(grid[0])]
     assert len(set(blocks)) == grid[0]
     for block, kv_head, batch in blocks:
         low, high, tiles, full, nothing = tiles_seen(a["blocks"], block, block_q)

@@ -1,10 +1,13 @@
 """The Hopper kernels without a GPU: which passes take them, what is around them, and what they compile to."""
 
+import heapq
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +17,23 @@ pytest.importorskip("triton", reason="triton is not installed (it exists for Lin
 from compile_kernels import Compiled, compile_hopper
 from interpreted import run_cases
 
+from peers import make_mask
 from ringflash import local_kernel
 from ringflash.hopper_kernel import (
+    JUMP,
+    MASKED_COST,
     PIECE_COST,
+    PROGRAM_COST,
+    _schedule,
     backward_tile,
     forward_tile,
     heads_together,
+    order_programs,
     share_out,
     ways_to_share,
 )
 from ringflash.local_kernel import kernel_of
+from ringflash.plan import plan_one
 from ringflash.score import Scoring
 
 SHARED_BYTES = 232_448
@@ -91,6 +101,61 @@ def test_programs_share_work_by_its_lengths_where_those_differ(n_work, n_blocks,
     assert ways_to_share(n_work, n_blocks, 132, is_full=False) == masked
 
 
+DOCUMENTS = make_mask("documents2048", 16384)
+PROGRAMS = 132
+
+
+def time_of(costs: list[float]) -> float:
+    """Of a launch whose programs start in this order, each as a multiprocessor falls free; of equal shares it is 1."""
+    free = [0.0] * PROGRAMS
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free) * PROGRAMS / sum(costs)
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 8])
+@pytest.mark.parametrize("n_heads", [8, 24])
+def test_programs_backward_end_at_one_time_under_documents(n_heads, together):
+    blocks = plan_one(DOCUMENTS, 16384, 16384).own_visit.key_blocks(128, JUMP)
+    tiles, n_blocks = (blocks[:, 3] - blocks[:, 0]) / 64 * 4, len(blocks)
+    order = order_programs(tiles, n_heads, together, PROGRAMS)
+    assert order.dtype == torch.int32 and sorted(order.tolist()) == list(range(n_heads * n_blocks))
+    cost = tiles + PROGRAM_COST
+    heads = range(0, n_heads, together)
+    in_place = time_of([x for head in heads for x in cost.tolist() for _ in range(min(together, n_heads - head))])
+    assert time_of(cost[order % n_blocks].tolist()) < min(1.03, 1 + (in_place - 1) / 2)
+
+
+def test_programs_backward_keep_their_place_beside_those_of_other_heads():
+    """But for the longest and the shortest."""
+    tiles = torch.tensor([1.0, 5000.0, *range(100, 130), 0.0])
+    order = order_programs(tiles, 64, 2, PROGRAMS)
+    programs = [(int(place) % len(tiles), int(place) // len(tiles)) for place in order]  # block, head
+    assert programs[:64] == [(1, head) for head in range(64)]
+    assert programs[64:122] == [(block, head) for block in range(3, 32) for head in (0, 1)]
+    assert programs[-192:] == [(block, head) for block in (2, 0, 32) for head in range(64)]
+
+
+@pytest.mark.parametrize(("n_batches", "n_heads", "together"), [(1, 8, 8), (2, 16, 8), (3, 12, 8)])
+def test_a_schedule_has_every_piece_once_and_ends_at_one_time_under_documents(n_batches, n_heads, together):
+    blocks = plan_one(DOCUMENTS, 16384, 16384).own_visit.query_blocks(128, JUMP)
+    n_blocks = len(blocks)
+    n_work = n_batches * n_heads * n_blocks
+    numbers = {"BLOCK_K": 128, "n_heads": n_heads, "n_blocks": n_blocks, "n_work": n_work, "heads_together": together}
+    launch: Any = SimpleNamespace(numbers=numbers, grid=(PROGRAMS, 1, 1))
+    counts, *turns = _schedule(launch, blocks, torch.device("cpu")).unbind(0)
+    shares = [[int(turn[i]) for turn in turns[: counts[i]]] for i in range(PROGRAMS)]
+    assert sorted(piece for share in shares for piece in share) == list(range(n_work))
+    begin, full_begin, full_end, end, _, _ = blocks.T
+    tiles = (end + 127) // 128 - begin // 128
+    masked = tiles - (full_end // 128 - (full_begin + 127) // 128).clamp(min=0)
+    cost = (tiles + MASKED_COST * masked + PIECE_COST).tolist()
+    groups = [min(together, n_heads - head) for head in range(0, n_heads, together)] * n_batches
+    by_piece = [cost[n_blocks - 1 - turn] for n in groups for turn in range(n_blocks) for _ in range(n)]
+    times = [sum(by_piece[piece] for piece in share) for share in shares]
+    assert max(times) < 1.03 * sum(times) / PROGRAMS
+
+
 def test_shares_are_of_one_length_to_a_piece():
     lengths = list(range(128, 0, -1)) * 16  # causal, 16 heads
     shares = share_out(lengths, 132)
@@ -113,7 +178,7 @@ TUNED: list[Variant] = [  # up to head dim 128
     *(
         ("backward", torch.bfloat16, dim, dim, options)
         for dim in (64, 128)
-        for options in ((), (("accumulate", True),), (("full", True),), (("without_dq", True),))
+        for options in ((), (("accumulate", True),), (("full", True),), (("without_dq", True),), (("ordered", True),))
     ),
     ("backward", torch.bfloat16, 128, 128, (("accumulate", True), ("full", True))),
     ("backward", torch.float16, 96, 96, ()),
@@ -124,7 +189,7 @@ TUNED: list[Variant] = [  # up to head dim 128
     ("backward", torch.bfloat16, 128, 128, (("softcap", True),)),
 ]
 WIDE: list[Variant] = [
-    ("backward", torch.bfloat16, 256, 256, ()),
+    ("backward", torch.bfloat16, 256, 256, (("ordered", True),)),
     ("backward", torch.float16, 192, 128, (("accumulate", True),)),
     ("backward", torch.bfloat16, 160, 256, (("accumulate", True), ("full", True), ("without_dq", True))),
 ]
