@@ -460,7 +460,8 @@ def in_group(group: dist.ProcessGroup, shards: list[torch.Tensor], transport: st
 
 def first_operation_of_a_group(transport: str, backend: str) -> bool:
     """Is what a ring gives in a group that nothing was done in before what it gives in the group of all?"""
-    inputs, group = cuda_inputs(1, 600, 4, 64, kv_heads=2), join_on_gpu()
+    group = join_on_gpu()
+    inputs = cuda_inputs(1, 600, 4, 64, kv_heads=2)
     fresh = dist.new_group(backend=backend)
     assert isinstance(fresh, dist.ProcessGroup)
     shards = [shard(x, group=group) for x in inputs[:4]]
@@ -480,7 +481,8 @@ def test_attention_by_nvlink_may_be_the_first_operation_of_a_fresh_group_of_nccl
 def differences_where_zeroing_is_late(on_own_stream: bool) -> list[int]:
     """Results of first passes by nvlink that are not those by gloo, while the default stream of one rank is busy, where
     PyTorch zeroes the memory that it shares."""
-    inputs, group, wrong = cuda_inputs(1, 600, 4, 64, kv_heads=2), join_on_gpu(), []
+    group, wrong = join_on_gpu(), []
+    inputs = cuda_inputs(1, 600, 4, 64, kv_heads=2)
     shards = [shard(x, group=group) for x in inputs[:4]]
 
     expected = in_group(group, shards, "gloo")
