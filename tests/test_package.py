@@ -21,7 +21,7 @@ FUNCTIONS = [
 PUBLIC = [*FUNCTIONS, "Mask"]
 WITHOUT_LAYOUTS = [
     "ring", "gradients", "comm", "agreement", "nvlink", "plan", "local_kernel", "hopper_kernel", "launch", "reference",
-    "score", "ops",
+    "score", "ops", "streams",
 ]  # fmt: skip
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
@@ -44,7 +44,7 @@ ARROWS = {
         "span",
     },
     "sharding": {"agreement", "layout", "mask"},
-    "ring": {"comm", "gradients", "merge", "plan", "score"},
+    "ring": {"comm", "gradients", "merge", "plan", "score", "streams"},
     "local_kernel": {"hopper_kernel", "launch", "merge", "plan", "layout", "mask", "score"},
     "hopper_kernel": {
         "hopper_forward",
@@ -67,6 +67,7 @@ ARROWS = {
     "agreement": set(),
     "nvlink": set(),
     "span": set(),
+    "streams": set(),
     "plan": {"layout", "mask"},
     "merge": set(),
     "score": set(),
