@@ -18,12 +18,13 @@ apart, and then also that of the only other rank.
 Note [Straight home]. Under documents or a window a rank sees little of the others, of some of them nothing, and sums
 that go round would stop at every rank in between. And few keys don't occupy a GPU, nor does the host keep up with many
 short launches. So where what any rank sees of all the others is little (STRAIGHT_SHARDS and STRAIGHT_BYTES of sums at
-most; between two ranks, where there is nothing in between, half a shard that would go in halves), it is attended to in
-one launch, the first. And where shards are small (LAP_SHARDS in LAP_BYTES of sums), and no
-documents make a new plan with every batch, it is in laps: a launch for as many shards as LAP_BYTES hold. Sums of a lap
-go to the ranks whose shards they are of while the next lap is attended to, or the own shard; what came is added to the
-own sums, in the order of steps. One buffer is added to while another is sent, each of up to LAP_BYTES; what comes takes
-as much, and what messages are sent from as much again. The rule is about the plans of all ranks, so it is one for all.
+most), it is attended to in one launch, the first. Where shards make one hop alone there is nothing in between: then
+that is half a shard at most, of those that would go in halves. And where shards are small (LAP_SHARDS in LAP_BYTES of
+sums), and no documents make a new plan with every batch, it is in laps: a launch for as many shards as LAP_BYTES hold.
+Sums of a lap go to the ranks whose shards they are of while the next lap is attended to, or the own shard; what came is
+added to the own sums, in the order of steps. One buffer is added to while another is sent, each of up to LAP_BYTES;
+what comes takes as much, and what messages are sent from as much again. The rule is about the plans of all ranks, so it
+is one for all.
 """
 
 import math

@@ -20,7 +20,7 @@ With dropout `delta` is divided by what weights that are kept are multiplied by,
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -63,7 +63,7 @@ WIDEST_BOUND = 50.0  # of scores whose exp, up to 5e21, bf16 holds, and fp32 its
 ROWS = 64  # of queries in a warpgroup, forward
 SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_share`
 MANY_PIECES = 12
-MOST_SCHEDULED = 2**16  # pieces: the host takes 1 us for each, once
+MOST_SCHEDULED = 2**16  # pieces, or programs backward that are ordered: the host takes up to 1 us for each, once
 JUMP = 512  # rows that nothing of a block sees, and yet it would visit, for which it ends before: some tiles
 PROGRAM_COST = 7  # what a program takes backward beside its tiles, in tiles
 LONG = 0.3  # of a launch's time: programs that take more start first
@@ -327,7 +327,7 @@ def ways_to_share(n_work: int, n_blocks: int, resident: int, *, is_full: bool) -
     return "schedule" if many and n_work <= MOST_SCHEDULED else "grid"
 
 
-def share_out(lengths: list[int], programs: int) -> list[list[int]]:
+def share_out(lengths: Sequence[float], programs: int) -> list[list[int]]:
     """Which pieces of work, of these lengths, each program does, in this order: the next one whoever is free first."""
     shares: list[list[int]] = [[] for _ in range(programs)]
     free = [(0.0, program) for program in range(programs)]
@@ -349,12 +349,13 @@ def _schedule(launch: Launch, blocks: Tensor, device: torch.device) -> Tensor:
     full_tiles = (full_end // block_k - count_blocks(full_begin, block_k)).clamp(min=0)
     cost = tiles + MASKED_COST * (tiles - full_tiles)
     by_cost = cost.argsort(descending=True, stable=True)
-    heads = [min(heads_together, n_heads - first) for first in range(0, n_heads, heads_together)]
-    heads *= n_work // (n_blocks * n_heads)
-    firsts = [n_blocks * sum(heads[:i]) for i in range(len(heads))]
-    pieces = torch.cat([_grid(by_cost * n, n) + first for n, first in zip(heads, firsts, strict=True)]).tolist()
-    lengths = torch.cat([cost[by_cost].repeat_interleave(n) for n in heads]).tolist()
-    shares = [[pieces[place] for place in share] for share in share_out(lengths, launch.grid[0])]
+    groups = [(head, min(heads_together, n_heads - head)) for head in range(0, n_heads, heads_together)]
+    batch = torch.cat([_grid(by_cost * n, n) + head * n_blocks for head, n in groups])
+    lengths = torch.cat([cost[by_cost].repeat_interleave(n) for _, n in groups])
+    batches = n_work // len(batch)
+    pieces = torch.cat([batch + i * len(batch) for i in range(batches)]).tolist()
+    shares = share_out(lengths.repeat(batches).tolist(), launch.grid[0])
+    shares = [[pieces[place] for place in share] for share in shares]
     rows = [list(map(len, shares)), *zip_longest(*shares, fillvalue=-1)]
     return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
 
@@ -504,19 +505,23 @@ def _backward_launches(
         return ()
     found, device, blocks = [], about.device, visit.key_blocks(about.tile.block_k, JUMP)
     lengths = (blocks[:, 3] - blocks[:, 0]).clamp(min=0)
-    is_ordered = bool((lengths[1:] > lengths[:-1]).any())
+    n_programs = len(blocks) * k.shape[0] * k.shape[2]
+    is_ordered = n_programs <= MOST_SCHEDULED and bool((lengths[1:] > lengths[:-1]).any())
+    shared: dict[tuple[int, int, int], tuple[Tensor, Tensor | None]] = {}  # by launches that differ in heads alone
     for launch, low, high in _launches_of_kinds(about, k, v, sums, fresh, len(blocks), visit.mask.is_full, is_ordered):
-        seen = blocks[:, :4].clamp(low, high)
-        table = torch.cat([torch.where(seen[:, :1] == seen[:, 3:], 0, seen), blocks[:, 4:]], dim=1)
-        order = None
-        if is_ordered:
-            n_heads, together = launch.grid[0] // len(blocks), launch.numbers["kv_together"]
-            tiles = (table[:, 3] - table[:, 0]) / about.tile.block_q * launch.numbers["heads"]
-            programs = order_programs(tiles, n_heads, together, count_multiprocessors(device))
-            order = to_device(programs, device)
-        tables = to_device(table, device), order, seen_rows_of(visit, device), _words_of(launch, visit, device)
-        found.append((launch, *tables))
+        key = low, high, launch.numbers["heads"]
+        if key not in shared:
+            seen = blocks[:, :4].clamp(low, high)
+            table = torch.cat([torch.where(seen[:, :1] == seen[:, 3:], 0, seen), blocks[:, 4:]], dim=1)
+            shared[key] = to_device(table, device), _order(launch, table, device) if is_ordered else None
+        found.append((launch, *shared[key], seen_rows_of(visit, device), _words_of(launch, visit, device)))
     return tuple(found)
+
+
+def _order(launch: Launch, table: Tensor, device: torch.device) -> Tensor:
+    tiles = (table[:, 3] - table[:, 0]) / launch.numbers["BLOCK_Q"] * launch.numbers["heads"]
+    n_heads, multiprocessors = launch.grid[0] // len(table), count_multiprocessors(device)
+    return to_device(order_programs(tiles, n_heads, launch.numbers["kv_together"], multiprocessors), device)
 
 
 def order_programs(tiles: Tensor, n_heads: int, together: int, multiprocessors: int) -> Tensor:
@@ -540,10 +545,14 @@ def order_programs(tiles: Tensor, n_heads: int, together: int, multiprocessors: 
     n_late = int((cost[others].flip(0).cumsum(0) <= late).sum())
     between, last = others.split((len(others) - n_late, n_late))
     between, n_blocks = between.sort().values, len(cost)
-    parts = [_grid(by_cost[:n_long], n_heads, n_blocks)]
-    for head in range(0, n_heads, together):
-        parts.append(_grid(between, min(together, n_heads - head), n_blocks, head))
-    parts.append(_grid(last, n_heads, n_blocks))
+    whole = n_heads // together * together  # heads in groups that are whole
+    groups = torch.arange(whole, device="cpu").view(-1, 1, together) * n_blocks
+    parts = (
+        _grid(by_cost[:n_long], n_heads, n_blocks),
+        (groups + between[:, None]).flatten(),
+        _grid(between, n_heads - whole, n_blocks, whole),
+        _grid(last, n_heads, n_blocks),
+    )
     return torch.cat(parts).to(torch.int32)
 
 

@@ -22,6 +22,7 @@ from triton.runtime import driver
 from .layout import count_rows
 from .plan import TABLE_BYTES, Visit, keep_by_bytes
 from .score import make_words
+from .streams import used_by
 
 LONGEST_SUM = 2**16  # rows: see Note [Long sums]
 MOST_BATCHES = 2**16 - 1  # of one launch: what CUDA takes as a grid's second or third dimension
@@ -361,7 +362,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     with torch.cuda.stream(copying):
         made = x.pin_memory().to(device, non_blocking=True)
     copying.record_event().synchronize()
-    made.record_stream(torch.cuda.current_stream(device))  # it may be given up while a kernel there reads it
+    used_by(made, torch.cuda.current_stream(device))
     return made
 
 

@@ -120,18 +120,18 @@ def _rendezvous(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> 
         # the others are it writes there too, to memory that the current stream may have freed and not be done with, and
         # signals on any stream read it.
         streams = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
+        for stream in streams:
+            stream.synchronize()
         try:
-            for stream in streams:
-                stream.synchronize()
             handle = symmetric_memory.rendezvous(memory, group)
-            streams[0].synchronize()
-            return memory, handle
         except RuntimeError as error:
             raise RuntimeError(
                 f"ringflash: the ranks of group {group.group_name} did not meet to share {nbytes} bytes: {error}. "
                 "Either one of them is gone, or they made different numbers of rendezvous before, in other groups: see "
                 "Note [Rendezvous are counted] in nvlink.py"
             ) from error
+        streams[0].synchronize()
+        return memory, handle
 
 
 class _Seen:

@@ -14,7 +14,7 @@ whole mask: `first <= key row < last` (`Visit.seen_rows`), so whoever masks a ti
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, wraps
 from itertools import chain, pairwise, product
@@ -519,13 +519,16 @@ def keep_by_bytes(limit: int) -> Callable[[Callable[..., Kept]], Callable[..., K
         lock = Lock()
         total = 0
 
-        def nbytes(result: object) -> int:
+        def tensors(result: object) -> Iterator[Tensor]:
             if isinstance(result, tuple):
-                return sum(map(nbytes, result))
-            return result.nbytes if isinstance(result, Tensor) else 0
+                for x in result:
+                    yield from tensors(x)
+            elif isinstance(result, Tensor):
+                yield result
 
         def cost(result: Kept) -> int:
-            return max(nbytes(result), 2**16)
+            once = {id(x): x.nbytes for x in tensors(result)}  # launches of a visit share tables
+            return max(sum(once.values()), 2**16)
 
         @wraps(make)
         def cached(*key: Hashable) -> Kept:

@@ -175,7 +175,9 @@ def ring_backward(
         del state  # and the sum of dQ goes, before dk and dv are made
         return dq, *dkv.home(), dsinks
     except BaseException:
-        if side is not None:
-            side.join()
-        transport.finish()  # dK and dV may be under way
+        try:
+            if side is not None:
+                side.join()
+        finally:
+            transport.finish()  # dK and dV may be under way
         raise

@@ -4,6 +4,8 @@ from functools import lru_cache
 
 import torch
 
+_pairs: dict[torch.cuda.Stream, torch.cuda.Stream] = {}  # of a stream the one beside it, and the other way round
+
 
 class SideStream:
     """Inside, work goes to a stream of its own, and comes after what `current` had been given when it was marked last.
@@ -15,14 +17,12 @@ class SideStream:
     def __init__(self, current: torch.cuda.Stream):
         self.current, self.stream = current, torch.cuda.Stream(current.device)
         self.begun, self.done = torch.cuda.Event(), torch.cuda.Event()
-        self.has_work = False
 
     def mark(self) -> None:
         self.begun.record(self.current)
 
     def __enter__(self) -> None:
         self.begun.wait(self.stream)
-        self.has_work = True
         torch.cuda.set_stream(self.stream)
 
     def __exit__(self, *_: object) -> None:
@@ -30,13 +30,20 @@ class SideStream:
 
     def join(self) -> None:
         """The current stream waits for what went here."""
-        if self.has_work:
-            self.done.record(self.stream)
-            self.done.wait(self.current)
-            self.has_work = False
+        self.done.record(self.stream)
+        self.done.wait(self.current)
 
 
 @lru_cache(maxsize=32)
 def beside(current: torch.cuda.Stream) -> SideStream:
     """The one beside a stream: as streams that others use, or that a CUDA graph is captured on, have others."""
-    return SideStream(current)
+    side = SideStream(current)
+    _pairs.update({current: side.stream, side.stream: current})
+    return side
+
+
+def used_by(x: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """A tensor that was made on another stream may be given up while this one reads it, or the one beside it."""
+    x.record_stream(stream)
+    if stream in _pairs:
+        x.record_stream(_pairs[stream])

@@ -39,7 +39,7 @@ from accuracy import NAMES, failures
 from check_ring import one_rank_errors, ring_errors, variants
 from peers import DTYPES, Inputs, Shape, make_inputs
 from report import add_output_arguments, append_rows, environment, output_path, significant
-from ringflash import comm, gradients, nvlink, ring_attention, shard, transport_of
+from ringflash import comm, gradients, nvlink, ring_attention, shard, streams, transport_of
 from ringflash.layout import LAYOUTS
 from ringflash.testing import relative_error
 from world import World, add_world_arguments, reduce, start_world
@@ -142,15 +142,24 @@ class Delays:
 
         return delayed
 
+    def after(self, call: Callable[..., None]) -> Callable[..., None]:
+        def delayed(*arguments: Any) -> None:
+            call(*arguments)
+            self()
+
+        return delayed
+
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Inside, visits are delayed on the stream that computes, and copies and signals on theirs."""
+        """Inside, visits are delayed on the streams that compute, and copies and signals on theirs."""
         arrivals, pieces = self.before_each(comm._arrivals), self.before_each(comm._pieces_of)
         on_streams = [(nvlink._Symmetric, name) for name in ("barrier", "signal", "wait_for")]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.multiple(comm, _arrivals=arrivals, _pieces_of=pieces))
             for owner, name in (*on_streams, (nvlink.CopyEngine, "copy")):
                 stack.enter_context(mock.patch.object(owner, name, self.before(getattr(owner, name))))
+            enter = self.after(streams.SideStream.__enter__)
+            stack.enter_context(mock.patch.object(streams.SideStream, "__enter__", enter))
             yield
 
 

@@ -379,6 +379,18 @@ def test_shared_memory_is_zeroed_before_anybody_meets_and_known_before_anybody_s
     assert made == (calls.memory.empty_strided_p2p(), calls.meet())
 
 
+def test_an_error_of_a_kernel_before_is_not_said_to_be_one_of_the_meeting():
+    streams = mock.Mock()
+    streams().synchronize.side_effect = RuntimeError("an illegal memory access")
+    with (
+        mock.patch("torch._C._distributed_c10d._SymmetricMemory"),
+        mock.patch("torch.distributed._symmetric_memory.rendezvous"),
+        mock.patch.multiple("torch.cuda", default_stream=streams, current_stream=streams),
+        pytest.raises(RuntimeError, match=r"^an illegal memory access$"),
+    ):
+        nvlink._rendezvous(512, mock.Mock(), torch.device("cuda", 1))
+
+
 def overwritten_shards(passes: int) -> list[str]:
     """Shards that were another pass's, where ranks take their time over visits and nothing else keeps them in step."""
     group, wrong = world(), []

@@ -60,7 +60,7 @@ ARROWS = {
     "hopper_backward_wide": {"hopper_forward", "hopper_backward", "gluon_compat"},
     "hopper_forward": {"gluon_compat"},
     "gluon_compat": set(),
-    "launch": {"plan", "layout", "score"},
+    "launch": {"plan", "layout", "score", "streams"},
     "reference": {"merge", "plan", "layout", "mask", "score"},
     "gradients": {"comm", "merge", "nvlink", "plan", "span"},
     "comm": {"agreement", "nvlink", "plan", "span"},

@@ -159,9 +159,9 @@ def test_halves_and_small_groups_match_dense_attention(workers, world_size, layo
             assert_close(actual, dense_result(problem, mask), FP32_BOUND, (mask, problem))
 
 
-def steps_of_laps(world_size: int, rows: int, mask: Mask) -> list[int] | None:
+def steps_of_laps(world_size: int, rows: int, mask: Mask, layout: str = "zigzag") -> list[int] | None:
     """How many steps there are to a lap; `None` where sums go round the ring."""
-    way = plan.plan_ring(mask, "zigzag", world_size * rows, 1, world_size)
+    way = plan.plan_ring(mask, layout, world_size * rows, 1, world_size)
     k = torch.empty(1, rows, 8, 128, dtype=torch.bfloat16, device="meta")  # 8 KiB of sums a row
     straight = dkv.straight_of(way, k, k, torch.float32)
     return straight and [len(lap.sent) for lap in straight.laps]
@@ -171,7 +171,7 @@ def test_sums_go_straight_home_where_little_is_seen_and_in_laps_where_shards_are
     causal, window = Mask(right=0), Mask(left=1000, right=0)
     assert steps_of_laps(2, 1024, causal) is steps_of_laps(2, 32768, causal) is None
     assert steps_of_laps(2, 16384, window) is None
-    assert steps_of_laps(2, 32768, window) == [1]  # else in halves
+    assert steps_of_laps(2, 32768, window) == steps_of_laps(8, 32768, window, "contiguous") == [1]  # else in halves
     assert steps_of_laps(3, 16384, causal) == [2]  # 256 MiB of two shards
     assert steps_of_laps(3, 32768, causal) is None
     assert steps_of_laps(8, 2048, causal) == [7]
@@ -180,6 +180,9 @@ def test_sums_go_straight_home_where_little_is_seen_and_in_laps_where_shards_are
     assert steps_of_laps(16, 4096, causal) is None
     assert steps_of_laps(16, 4096, window) == [15]
     assert steps_of_laps(16, 2048, Mask(right=0, cu_seqlens=[0, 100, 16 * 2048])) is None  # another with every batch
+    with monkeypatch.context() as patch:
+        patch.setattr(dkv, "STRAIGHT_BYTES", 0)
+        assert steps_of_laps(2, 32768, window) is None
     monkeypatch.setattr(dkv, "LAP_RANKS", 15)
     assert steps_of_laps(16, 2048, causal) is None and steps_of_laps(16, 4096, window) == [15]
 
