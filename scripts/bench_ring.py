@@ -7,10 +7,11 @@
 Shapes are global: `s` tokens over all ranks. Prints time, TFLOP/s a GPU, the speed-up over the fastest one-GPU kernel,
 the efficiency (speed-up / ranks) and the peak of memory above the inputs, for the forward pass and for forward and
 backward together; appends the rows to results/bench_ring.csv. Everything is timed interleaved in one run: one-GPU
-kernels on rank 0 while the others wait, rings from a barrier until the slowest rank is done. The others are those of
-`contenders.py`: PyTorch's context_parallel, ring_flash_attn, all-to-all, all-gather. Each must give ringflash's output
-and gradients before it is timed; what is wrong or can't run here is listed with the reason. Runs over gloo on CPUs
-too, to try the program; its figures mean nothing there.
+kernels on rank 0 while the others wait, rings from a barrier until the slowest rank is done. With --everywhere one-GPU
+kernels also run on all GPUs at once: their efficiency is the share of rank 0's speed that the slowest has then, and
+more no ring can have. The other ways are those of `contenders.py`: PyTorch's context_parallel, ring_flash_attn,
+all-to-all, all-gather. Each must give ringflash's output and gradients before it is timed; what is wrong or can't run
+here is listed with the reason. Runs over gloo on CPUs too, to try the program; its figures mean nothing there.
 
 With `--emulate W` the passes of W ranks are timed one after the other in one process (of many ranks, a sample):
 efficiency is the time of one GPU on the whole sequence / (W x the slowest rank's). Beside them stand what the host
@@ -102,6 +103,9 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="attention backend of the ring: auto, triton or torch")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--graphs", action="store_true", help="also the ring's passes replayed from CUDA graphs")
+    parser.add_argument(
+        "--everywhere", action="store_true", help="also the one-GPU kernels on every GPU at once: the slowest counts"
+    )
     parser.add_argument("--emulate", type=int, metavar="W", help="the compute side of W ranks, one after the other")
     parser.add_argument("--ranks", nargs="+", type=int, help="which of them; default: all of 8, else a sample of 4")
     add_timing_arguments(parser)
@@ -109,6 +113,8 @@ def main() -> None:
     options = parser.parse_args()
     if not options.emulate and not (set(options.masks) <= set(MASKS) and set(options.layouts).isdisjoint(WANT_MASK)):
         parser.error(f"masks other than {', '.join(MASKS)}, and layouts that go by a mask, are for --emulate alone")
+    if options.emulate and (options.graphs or options.everywhere):
+        parser.error("--graphs and --everywhere are for real ranks, not for --emulate")
     world = start_world(options.device, options.pg_backend)
     if options.emulate:
         if options.shapes is shapes:
@@ -128,6 +134,8 @@ def main() -> None:
     for shape, mask, dtype in product(options.shapes, options.masks, options.dtypes):
         case = Case(shape, mask, dtype)
         contenders = [one_gpu(name) for name in options.baselines]
+        if options.everywhere:
+            contenders += [one_gpu(name, everywhere=True) for name in options.baselines]
         contenders += [our_ring(layout) for layout in options.layouts]
         if options.graphs:
             contenders += [
@@ -166,7 +174,8 @@ def measure(
         timings = time_interleaved(
             calls, rounds=rounds, round_ms=round_ms, device=world.device, group=world.group, around=around
         )
-        singles = {c.implementation: timings[str(c)].median for c in contenders if c.layout == "" and str(c) in timings}
+        alone = [c for c in contenders if c.layout == "" and c.implementation in LOADERS and str(c) in timings]
+        singles = {c.implementation: timings[str(c)].median for c in alone}
         fastest = min(singles, key=singles.__getitem__, default="")
         for contender in contenders:
             outcome, time = prepared[str(contender)], timings.get(str(contender))

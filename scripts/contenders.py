@@ -113,16 +113,17 @@ def check(candidate: Candidate, trusted: Candidate) -> None:
             raise RuntimeError(f"its {name} differs from ring_attention's by {difference:.1e}")
 
 
-def one_gpu(name: str) -> Contender:
-    """A kernel of `peers.LOADERS` on rank 0; the others wait."""
+def one_gpu(name: str, *, everywhere: bool = False) -> Contender:
+    """A kernel of `peers.LOADERS` on rank 0, while the others wait; or everywhere, on every GPU at once, of which the
+    slowest counts, as in a ring."""
 
     def build(world: World, whole: Inputs, causal: bool) -> Candidate:
-        if world.rank != 0:
+        if world.rank != 0 and not everywhere:
             return Candidate(None, whole)
         attention, mask = LOADERS[name](), MASKS["causal" if causal else "full"]
         return Candidate(lambda q, k, v: attention(q, k, v, mask), whole)
 
-    return Contender(name, "", 1, build)
+    return Contender(f"{name}-everywhere" if everywhere else name, "", 1, build)
 
 
 def ring(layout: str, backend: str, transport: str, world_size: int, *, captured: bool = False) -> Contender:

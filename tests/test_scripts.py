@@ -370,13 +370,16 @@ def test_bench_ring_compares_two_ranks_with_the_fastest_single_one(tmp_path):
     options = ["--shapes", "1,2,1,64,16", "--rounds", "3", "--round-ms", "1", "--device", "cpu", "--out", str(tmp_path)]
     choice = ["--baselines", "ringflash", "sdpa-fa2", "--layouts", "zigzag", "striped"]
     others = ["ulysses", "all-gather", "context-parallel-cudnn-allgather"]
-    done = run("bench_ring.py", *options, *choice, "--contenders", *others, ranks=2)
+    done = run("bench_ring.py", *options, *choice, "--everywhere", "--contenders", *others, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read(tmp_path / "bench_ring.csv")
-    assert len(rows) == (2 + 2 + 3) * 2  # one-GPU kernels, layouts, others; passes
+    assert len(rows) == (2 + 2 + 2 + 3) * 2  # one-GPU kernels, on one GPU and on all, layouts, others; passes
     for pass_name in ("forward", "forward+backward"):
         chosen = [row for row in rows if row["pass"] == pass_name]
-        fastest = min(float(row["median_ms"]) for row in chosen if row["ranks"] == "1")
+        alone = [row for row in chosen if row["implementation"] in choice and not row["layout"]]
+        everywhere = [row["implementation"] for row in chosen if row["ranks"] == "1" and row not in alone]
+        assert len(alone) == 2 and everywhere == [f"{row['implementation']}-everywhere" for row in alone]
+        fastest = min(float(row["median_ms"]) for row in alone)
         for row in chosen:
             if row["implementation"].startswith("context-parallel"):  # cuDNN needs a GPU
                 assert row["note"] and not row["median_ms"]
