@@ -36,6 +36,8 @@ CONTENT = 1.05  # the work of the busiest rank over the mean that "balanced" lea
 BALANCED = 1.02  # and what it aims at where that is exceeded
 WHOLE = 128  # blocks are multiples of so many tokens, as the kernels' tiles are, or there are
 FEW = 8  # blocks of a rank at most, of any size
+MOST_PIECES = 1024  # that blocks are cut in, to count what ranks need of each other
+MOST_SPARED = 32  # swaps that spare others' rows: of many ranks each takes the host some ms
 
 
 def _split(seq_len: int, parts: int, index: int) -> Run:
@@ -143,8 +145,8 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
     Where the contiguous one is not good enough, the sequence is cut in blocks of one size, of which each rank gets as
     many, one behind the other. Then the busiest rank swaps a block with another, again and again, until it is within
     BALANCED of the mean (see `_even_out`). If that fails blocks are halved. So rows are equal, and ranks keep most of
-    what lies together: little of a shard is seen by others, and shards are few runs. What is left at the end is cut
-    evenly beforehand.
+    what lies together: little of a shard is seen by others, and shards are few runs. In the end blocks are swapped that
+    spare the rank that needs most of others (see `_spare`). What is left at the end is cut evenly beforehand.
     """
     position = torch.arange(seq_len, device="cpu")
     seen = torch.cat([position.new_zeros(1), count_seen(mask, position, seq_len).cumsum(0)])
@@ -165,6 +167,12 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
         if blocks == most or load.max() <= limit:
             break
         blocks = min(blocks * 2, most)
+    if blocks > 1:
+        begin, dealt = torch.arange(world_size * blocks, device="cpu") * size, world_size * blocks * size
+        first, last = mask.first(begin).clamp(min=0), mask.last(begin + size - 1).clamp(max=dealt) - 1
+        pieces = max(min(size // WHOLE, MOST_PIECES // len(begin)), 1)
+        seen_pieces = (x // size * pieces + x % size * pieces // size for x in (first, last))
+        _spare(owners, weight, load, limit, pieces, *seen_pieces)
     return [
         [*(Run(index * size, 1, size) for index in (owners == rank).nonzero()[:, 0].tolist()), ends[rank]]
         for rank in range(world_size)
@@ -202,6 +210,53 @@ def _even_out(weight: Tensor, load: Tensor, limit: int) -> Tensor:
         load[busiest] -= weight[i] - weight[j]
         owners[i], owners[j] = owners[j].clone(), busiest
     return owners
+
+
+def _spare(owners: Tensor, weight: Tensor, load: Tensor, limit: int, pieces: int, first: Tensor, last: Tensor) -> None:
+    """Swap blocks as long as of the rank that needs most of others and its partner neither then needs as much, and no
+    `load` rises above the limit, or the largest.
+
+    A block is so many `pieces`, and `first` and `last` are those of the whole sequence that each block sees. `owners`
+    and `load` are changed.
+    """
+    piece = torch.arange(len(owners) * pieces, device="cpu")
+    sees = ((first[:, None] <= piece) & (piece <= last[:, None])).float()  # 0 and 1, of which sums are exact
+    holds = torch.eye(len(owners), device="cpu").repeat_interleave(pieces, 1)
+    limit = max(limit, int(load.max()))
+    for _ in range(MOST_SPARED):
+        owned = torch.nn.functional.one_hot(owners, len(load)).T.float()  # of each rank, blocks and then pieces
+        owns, wanted = owned @ holds, owned @ sees
+        needs = ((wanted > 0) & (owns == 0)).sum(1)
+        worst = int(needs.argmax())
+        mine, others = (owners == worst).nonzero()[:, 0], (owners != worst).nonzero()[:, 0]
+        after = _needs_after(sees, holds, wanted[owners[mine]], owns[owners[mine]], mine, others)
+        less = weight[mine, None] - weight[others]
+        fits = torch.maximum(load[worst] - less, load[owners[others]] + less) <= limit
+        fits &= after < needs[worst]
+        useful = fits.any(0).nonzero()[:, 0]  # few, and the rest takes longest
+        others, them, after, fits = others[useful], owners[others[useful]], after[:, useful], fits[:, useful]
+        theirs = _needs_after(sees, holds, wanted[them], owns[them], others, mine).T
+        most = torch.maximum(after, theirs).masked_fill(~fits, len(piece))
+        if not (most < needs[worst]).any():
+            return
+        best = (most * 2 * len(piece) + after + theirs).argmin()
+        i, j = mine[best // len(others)], others[best % len(others)]
+        load[owners[j]] += weight[i] - weight[j]
+        load[worst] -= weight[i] - weight[j]
+        owners[i], owners[j] = owners[j].clone(), worst
+
+
+def _needs_after(sees: Tensor, holds: Tensor, wanted: Tensor, owns: Tensor, gone: Tensor, come: Tensor) -> Tensor:
+    """How many pieces of others a rank needs once block `gone[i]` of it was swapped for `come[j]`: `(gone, come)`.
+
+    `wanted[i]` and `owns[i]` are those of the rank that has `gone[i]`: by how many of its blocks a piece is seen, and
+    whether it is its own.
+    """
+    still = (wanted - sees[gone] > 0).float()  # seen by blocks that stay
+    away = 1 - owns + holds[gone]
+    new = (away * (1 - still)) @ sees[come].T
+    no_more = (holds * sees).sum(1)[come] + still @ (holds * (1 - sees))[come].T  # pieces of what comes
+    return (away * still).sum(1, keepdim=True) + new - no_more
 
 
 def count_rows(runs: Runs) -> int:

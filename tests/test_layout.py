@@ -1,6 +1,7 @@
 """Layouts share out every position once, ascending in every rank."""
 
-from itertools import chain
+import random
+from itertools import chain, product
 
 import pytest
 import torch
@@ -8,10 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers import log_normal_documents
+from ringflash import layout
 from ringflash.layout import (
     LAYOUTS,
+    MOST_SPARED,
     Run,
     Runs,
+    _deal,
+    _spare,
     count_below,
     count_rows,
     layout_runs,
@@ -134,6 +139,73 @@ def test_the_balanced_layout_cuts_into_few_and_large_runs():
         assert [layout_runs("balanced", 65536, 8, rank, even) for rank in range(8)] == [
             layout_runs("contiguous", 65536, 8, rank) for rank in range(8)
         ]
+
+
+def needs(owners: list[int], sees: list[range], world_size: int, pieces: int) -> list[int]:
+    """How many pieces of others' blocks each rank needs."""
+    seen = [{p for of, found in zip(owners, sees, strict=True) if of == r for p in found} for r in range(world_size)]
+    return [sum(owners[p // pieces] != rank for p in found) for rank, found in enumerate(seen)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_are_swapped_that_spare_the_rank_that_needs_most(seed):
+    """Every time the swap after which it and its partner need least, as counted one by one."""
+    pick = random.Random(seed)
+    world_size, each = pick.randint(2, 5), pick.randint(1, 4)
+    n, pieces = world_size * each, pick.randint(1, 3)
+    ends = sorted(pick.randint(0, n * pieces - 1) for _ in range(n))
+    firsts = [pick.randint(max(0, (b - 4) * pieces), (b + 1) * pieces - 1) for b in range(n)]
+    sees = [range(low, max(low, high) + 1) for low, high in zip(firsts, ends, strict=True)]
+    weight = [pick.randint(1, 9) for _ in range(n)]
+    owners = [r for r in range(world_size) for _ in range(each)]
+    pick.shuffle(owners)
+    load = [sum(w for w, of in zip(weight, owners, strict=True) if of == rank) for rank in range(world_size)]
+    limit = max(load) + pick.randint(0, 3)
+    result, loads = torch.tensor(owners), torch.tensor(load)
+    first, last = torch.tensor([blocks.start for blocks in sees]), torch.tensor([blocks.stop - 1 for blocks in sees])
+    _spare(result, torch.tensor(weight), loads, limit, pieces, first, last)
+    for _ in range(MOST_SPARED):
+        before = needs(owners, sees, world_size, pieces)
+        worst, found = before.index(max(before)), []
+        for i, j in product(range(n), range(n)):
+            if owners[i] == worst != owners[j]:
+                other, less = owners[j], weight[i] - weight[j]
+                swapped = list(owners)
+                swapped[i], swapped[j] = other, worst
+                after = needs(swapped, sees, world_size, pieces)
+                most, total = max(after[worst], after[other]), after[worst] + after[other]
+                if most < before[worst] and max(load[worst] - less, load[other] + less) <= limit:
+                    found.append((most * 2 * n * pieces + total, i, j, swapped))
+        if not found:
+            break
+        _, i, j, swapped = min(found)
+        load[worst] += weight[j] - weight[i]
+        load[owners[j]] += weight[i] - weight[j]
+        owners = swapped
+    assert result.tolist() == owners and loads.tolist() == load
+
+
+def most_needed(mask: Mask, seq_len: int, world_size: int) -> int:
+    """Rows of others that the rank with most of them sees, in the balanced layout, planned anew."""
+    found = []
+    for runs in _deal.__wrapped__(seq_len, world_size, mask):
+        own = runs_to_positions(merge_runs(runs))
+        edges = torch.zeros(seq_len + 1, dtype=torch.int64)
+        edges.index_add_(0, mask.first(own).clamp(0, seq_len), torch.ones_like(own))
+        edges.index_add_(0, mask.last(own).clamp(0, seq_len), -torch.ones_like(own))
+        seen = edges.cumsum(0)[:-1] > 0
+        seen[own] = False
+        found.append(int(seen.sum()))
+    return max(found)
+
+
+@pytest.mark.parametrize(("world_size", "share"), [(4, 0.95), (8, 0.87), (16, 0.87)])
+def test_ranks_need_few_rows_of_each_other(monkeypatch, world_size, share):
+    masks = [Mask(causal=True, cu_seqlens=log_normal_documents(65536, seed)) for seed in range(6)]
+    spared = [most_needed(mask, 65536, world_size) for mask in masks]
+    monkeypatch.setattr(layout, "MOST_SPARED", 0)
+    others = [most_needed(mask, 65536, world_size) for mask in masks]
+    assert all(map(int.__le__, spared, others)) and sum(spared) <= share * sum(others)
 
 
 @pytest.mark.parametrize(("world_size", "share"), [(4, 0.7), (8, 0.5), (16, 0.35)])
