@@ -36,8 +36,8 @@ CONTENT = 1.05  # the work of the busiest rank over the mean that "balanced" lea
 BALANCED = 1.02  # and what it aims at where that is exceeded
 WHOLE = 128  # blocks are multiples of so many tokens, as the kernels' tiles are, or there are
 FEW = 8  # blocks of a rank at most, of any size
-MOST_PIECES = 1024  # that blocks are cut in, to count what ranks need of each other
-MOST_SPARED = 32  # swaps that spare others' rows: of many ranks each takes the host some ms
+COUNTED_PIECES = 1024  # of the sequence at most, by which is counted what ranks need of each other
+MOST_SPARED = 32  # swaps that spare others' rows: each takes the host time, with every batch
 
 
 def _split(seq_len: int, parts: int, index: int) -> Run:
@@ -170,7 +170,7 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
     if blocks > 1:
         begin, dealt = torch.arange(world_size * blocks, device="cpu") * size, world_size * blocks * size
         first, last = mask.first(begin).clamp(min=0), mask.last(begin + size - 1).clamp(max=dealt) - 1
-        pieces = max(min(size // WHOLE, MOST_PIECES // len(begin)), 1)
+        pieces = max(min(size // WHOLE, COUNTED_PIECES // len(begin)), 1)
         seen_pieces = (x // size * pieces + x % size * pieces // size for x in (first, last))
         _spare(owners, weight, load, limit, pieces, *seen_pieces)
     return [
@@ -213,8 +213,8 @@ def _even_out(weight: Tensor, load: Tensor, limit: int) -> Tensor:
 
 
 def _spare(owners: Tensor, weight: Tensor, load: Tensor, limit: int, pieces: int, first: Tensor, last: Tensor) -> None:
-    """Swap blocks as long as of the rank that needs most of others and its partner neither then needs as much, and no
-    `load` rises above the limit, or the largest.
+    """Swap a block of the rank that needs most of others for one of another rank, again and again, as long as both then
+    need less than that one did, and no `load` rises above the limit, or the largest.
 
     A block is so many `pieces`, and `first` and `last` are those of the whole sequence that each block sees. `owners`
     and `load` are changed.
@@ -229,7 +229,7 @@ def _spare(owners: Tensor, weight: Tensor, load: Tensor, limit: int, pieces: int
         needs = ((wanted > 0) & (owns == 0)).sum(1)
         worst = int(needs.argmax())
         mine, others = (owners == worst).nonzero()[:, 0], (owners != worst).nonzero()[:, 0]
-        after = _needs_after(sees, holds, wanted[owners[mine]], owns[owners[mine]], mine, others)
+        after = _needs_after(sees, holds, wanted[worst], owns[worst], mine, others)
         less = weight[mine, None] - weight[others]
         fits = torch.maximum(load[worst] - less, load[owners[others]] + less) <= limit
         fits &= after < needs[worst]
@@ -249,8 +249,8 @@ def _spare(owners: Tensor, weight: Tensor, load: Tensor, limit: int, pieces: int
 def _needs_after(sees: Tensor, holds: Tensor, wanted: Tensor, owns: Tensor, gone: Tensor, come: Tensor) -> Tensor:
     """How many pieces of others a rank needs once block `gone[i]` of it was swapped for `come[j]`: `(gone, come)`.
 
-    `wanted[i]` and `owns[i]` are those of the rank that has `gone[i]`: by how many of its blocks a piece is seen, and
-    whether it is its own.
+    `wanted` and `owns` are those of the rank, or for each `i` of the rank that has `gone[i]`: by how many of its blocks
+    a piece is seen, and whether it is its own.
     """
     still = (wanted - sees[gone] > 0).float()  # seen by blocks that stay
     away = 1 - owns + holds[gone]
