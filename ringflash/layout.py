@@ -7,7 +7,7 @@ a rank are in ascending order and don't interleave, so the rows of every shard a
     contiguous   01 23 45 67             (0, 1, 2)
     zigzag       07 16 25 34             (0, 1, 1) (7, 1, 1)
     striped      04 15 26 37             (0, 4, 2)
-    balanced     contiguous, but for blocks that ranks swap until all see equally many keys under a mask
+    balanced     contiguous, but for blocks that ranks swap until all have equal work under a mask
 
     contiguous-by-document, zigzag-by-document: each packed document is cut so, and ranks hold their part of every one
 """
@@ -142,14 +142,34 @@ def merge_runs(parts: list[Run]) -> Runs:
 def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
     """The pieces of each rank in the balanced layout.
 
+    A query's work is half the keys that it sees, and half those of the tiles that hold some: the time that tiles take,
+    but that pairs are to be within CONTENT too. Where they are not, pairs alone are balanced.
+    """
+    pairs = count_seen(mask, torch.arange(seq_len, device="cpu"), seq_len)
+    runs = _deal_work(pairs + _count_tiles(mask, seq_len) * WHOLE, world_size, mask)
+    load = [sum(int(pairs[start : start + length].sum()) for start, _, length in of_rank) for of_rank in runs]
+    return runs if max(load) * world_size <= CONTENT * sum(load) else _deal_work(pairs, world_size, mask)
+
+
+def _count_tiles(mask: Mask, seq_len: int) -> Tensor:
+    """How many tiles of WHOLE keys each query's block of WHOLE queries sees something of."""
+    low = torch.arange(0, seq_len, WHOLE, device="cpu")
+    high = (low + WHOLE - 1).clamp(max=seq_len - 1)
+    begin, end = mask.first(low).clamp(min=0), mask.last(high).clamp(max=seq_len)
+    return ((end + WHOLE - 1) // WHOLE - begin // WHOLE).clamp(min=1).repeat_interleave(WHOLE)[:seq_len]
+
+
+def _deal_work(work: Tensor, world_size: int, mask: Mask) -> list[list[Run]]:
+    """As `_deal`, by the work of each query under the mask.
+
     Where the contiguous one is not good enough, the sequence is cut in blocks of one size, of which each rank gets as
     many, one behind the other. Then the busiest rank swaps a block with another, again and again, until it is within
     BALANCED of the mean (see `_even_out`). If that fails blocks are halved. So rows are equal, and ranks keep most of
     what lies together: little of a shard is seen by others, and shards are few runs. In the end blocks are swapped that
     spare the rank that needs most of others (see `_spare`). What is left at the end is cut evenly beforehand.
     """
-    position = torch.arange(seq_len, device="cpu")
-    seen = torch.cat([position.new_zeros(1), count_seen(mask, position, seq_len).cumsum(0)])
+    seq_len = len(work)
+    until = torch.cat([work.new_zeros(1), work.cumsum(0)])
     rows = seq_len // world_size
     most = max(rows // WHOLE, min(rows, FEW), 1)  # blocks of a rank
     blocks = 1
@@ -159,8 +179,8 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
         tail = world_size * blocks * size
         ends = [_split(seq_len - tail, world_size, rank) for rank in range(world_size)]
         ends = [Run(tail + run.start, 1, run.length) for run in ends]
-        load = torch.stack([seen[run.start + run.length] - seen[run.start] for run in ends])
-        weight = seen[torch.arange(world_size * blocks + 1, device="cpu") * size].diff()
+        load = torch.stack([until[run.start + run.length] - until[run.start] for run in ends])
+        weight = until[torch.arange(world_size * blocks + 1, device="cpu") * size].diff()
         load += weight.reshape(world_size, blocks).sum(1)
         limit = int((CONTENT if blocks == 1 else BALANCED) * load.double().mean())
         owners = _even_out(weight, load, limit)

@@ -365,9 +365,10 @@ def attend(*inputs) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("attention has no forward-mode derivative: take its gradient")
     if torch.compiler.is_compiling() or _is_watched() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
         return attention(*inputs)[:2]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _Eager.apply(*inputs[:4], inputs[4:])  # pyright: ignore[reportReturnType]
-    return _attention(*inputs)[:2]
+    with torch._C.DisableTorchFunction():  # a default device is a mode, asked whenever PyTorch is: a third of the time
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return _Eager.apply(*inputs[:4], inputs[4:])  # pyright: ignore[reportReturnType]
+        return _attention(*inputs)[:2]
 
 
 def _is_watched() -> bool:

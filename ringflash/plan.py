@@ -11,6 +11,11 @@ the rows of a shard that a block of queries sees lie in one range, and so do the
 
 The queries that see a block of keys are one range too, and so are those that see all of it. Of one query row it is the
 whole mask: `first <= key row < last` (`Visit.seen_rows`), so whoever masks a tile needs neither positions nor the mask.
+
+Note [Whole tiles]. Of another shard come the rows that are seen here, and those beside them in the same tile. So where
+rows of several shards lie one behind the other, each begins with a tile, as it does in its shard. Else a block of
+queries whose own keys begin within a tile would see one tile more: under documents of mean length 2048, 8 ranks, that
+was 3% of all tiles, and 4% of those of the rank that has most. In short shards it would be much that is not needed.
 """
 
 from collections import OrderedDict, deque
@@ -39,6 +44,8 @@ from .mask import Mask
 
 GROWTH = 3  # how many times as many shards as the group before a group may have
 HOLE = 128  # rows of a shard that nobody here sees between others, for which those are pieces of their own
+TILE = 128  # rows of the tiles that kernels have most: see Note [Whole tiles]
+LONG_SHARD = 8 * TILE  # rows
 MOST_PIECES = 4  # of a shard in a group, each of which is a copy
 TABLE_BYTES = 2**27  # of row tables kept at most, on the host and on a device each
 Ranges = list[tuple[int, int]]  # `[begin, end)`, ascending
@@ -143,8 +150,8 @@ class Plan:
     `rows[r]` is the number of rows that rank `r` holds. `visits[step]` is the visit at that step, `None` where nothing
     of that source is visible here; step 0 is the rank's own shard, whole, and always a visit. Other visits are about
     the rows `needed[step]` of their source alone, from the first to the last that is visible here; `parts[step]` are
-    the parts of those that are, between which HOLE rows or more are not. There are `hops + 1` steps: shards stop moving
-    when no rank has anything left to see. `plan_of(r)` is the plan of rank `r`, where there are others.
+    the parts of those that are, between which HOLE rows or more are not; of long shards in whole tiles, see Note [Whole
+    tiles]. There are `hops + 1` steps: shards stop moving when no rank has anything left to see. `plan_of(r)` is the plan of rank `r`, where there are others.
     """
 
     rank: int
@@ -194,12 +201,20 @@ def plan_ring(
     parts: list[tuple[tuple[int, int], ...]] = [((0, count_rows(shards[rank])),)]
     for step in range(1, _count_hops(shards, mask) + 1):
         whole = _whole_visit(shards, rank, step, mask)
-        seen = tuple(whole.seen_parts(HOLE))
+        wide = [_whole_tiles(*part, count_rows(whole.keys)) for part in whole.seen_parts(HOLE)]
+        seen = tuple(_few_ranges(wide, hole=1))
         visits.append(Visit(whole.queries, cut_runs(whole.keys, seen[0][0], seen[-1][1]), mask) if seen else None)
         parts.append(seen)
     rows = tuple(count_rows(runs) for runs in shards)
     plan_of = partial(_plan_of, mask, layout, seq_len, world_size, layout_mask)
     return Plan(rank, rows, tuple(visits), tuple(parts), plan_of)
+
+
+def _whole_tiles(begin: int, end: int, rows: int) -> tuple[int, int]:
+    """A part of a shard of so many rows, and the rest of the tiles that it begins and ends in."""
+    if rows < LONG_SHARD:
+        return begin, end
+    return begin // TILE * TILE, min(-(-end // TILE) * TILE, rows)
 
 
 def _whole_visit(shards: tuple[Runs, ...], rank: int, step: int, mask: Mask) -> Visit:
@@ -405,8 +420,10 @@ def split_visits(plan: Plan, parts: int, own_parts: int) -> tuple[Group, ...]:
             visit = Visit(visit.queries, cut_runs(visit.keys, begin - needed.start, end - needed.start), visit.mask)
         if visit is not None and step > 0:
             low, high = visit.seen_keys
-            begin, end = begin + low, begin + high
-            visit = Visit(visit.queries, cut_runs(visit.keys, low, high), visit.mask) if low < high else None
+            wide = _whole_tiles(begin + low, begin + high, plan.rows[plan.source(step)])
+            keys = cut_runs(visit.keys, max(wide[0] - begin, 0), wide[1] - begin)
+            begin, end = max(wide[0], begin), min(wide[1], end)
+            visit = Visit(visit.queries, keys, visit.mask) if low < high else None
         groups.append(Group(step, visit, () if visit is None else (Piece(step, begin, end, 0),)))
     return tuple(groups)
 

@@ -115,6 +115,28 @@ def test_work_under_documents_is_balanced_within_5_percent(world_size, causal):
     assert imbalance("zigzag", 65536, 8, Mask(causal=causal, cu_seqlens=documents[0])) > 1.3  # what it is there for
 
 
+def imbalance_of_tiles(seq_len: int, runs_of_ranks: list[list[Run]], mask: Mask) -> float:
+    """Tiles of 128 keys that the blocks of 128 queries of the busiest rank visit, over the mean."""
+    tiles = []
+    for runs in runs_of_ranks:
+        low = runs_to_positions(merge_runs(runs))[::128]  # of runs in whole blocks
+        begin, end = mask.first(low).clamp(min=0), mask.last(low + 127).clamp(max=seq_len)
+        tiles.append(int(((end + 127) // 128 - begin // 128).sum()))
+    return max(tiles) * len(tiles) / sum(tiles)
+
+
+@pytest.mark.parametrize(("world_size", "gain"), [(4, 0.003), (8, 0.007), (16, 0.01)])
+def test_tiles_are_balanced_too_not_pairs_alone(world_size, gain):
+    """A tile takes the time of a tile, however many of its pairs are visible."""
+    masks = [Mask(causal=True, cu_seqlens=log_normal_documents(65536, seed)) for seed in range(8)]
+    as_it_is, by_pairs = [], []
+    for mask in masks:
+        pairs = count_seen(mask, torch.arange(65536), 65536)
+        as_it_is.append(imbalance_of_tiles(65536, _deal(65536, world_size, mask), mask))
+        by_pairs.append(imbalance_of_tiles(65536, layout._deal_work(pairs, world_size, mask), mask))
+    assert sum(as_it_is) <= sum(by_pairs) - len(masks) * gain
+
+
 @pytest.mark.parametrize(
     "mask", [Mask(), CAUSAL, Mask(4096, 0), Mask(causal=True, chunk=8192), Mask(causal=True, prefix=30000)], ids=repr
 )

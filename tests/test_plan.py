@@ -3,11 +3,13 @@
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peers import log_normal_documents
 from test_mask import mask_options, masks_of_length
 from torch import Tensor
 
@@ -33,6 +35,18 @@ layouts = st.sampled_from(sorted(LAYOUTS))
 worlds = st.integers(1, 5)
 lengths = st.integers(0, 40)
 blocks = st.sampled_from([1, 2, 3, 8, 64])
+
+
+@pytest.fixture(scope="module", params=[3, 128], ids="tiles of {}".format)
+def tile(request):
+    """Shards here are short: tiles of 3 rows are whole in those of 6 or more, of 128 in none."""
+    kept = plan_ring, plan_module._plan_of
+    with mock.patch.multiple(plan_module, TILE=request.param, LONG_SHARD=2 * request.param):
+        for cached in kept:
+            cached.cache_clear()
+        yield request.param
+    for cached in kept:
+        cached.cache_clear()
 
 
 def held(layout: str, seq_len: int, world_size: int, rank: int, mask: Mask) -> Runs:
@@ -122,7 +136,7 @@ def test_documents_of_unequal_lengths_align_at_their_ends(pairs, options, block)
 
 
 @given(layouts, masks_of_length(40), worlds)
-def test_the_visits_of_all_ranks_see_every_pair_once(layout, drawn, world_size):
+def test_the_visits_of_all_ranks_see_every_pair_once(tile, layout, drawn, world_size):
     counted = 0
     hops = set()
     seq_len, mask = drawn[0], Mask(**drawn[1])
@@ -138,7 +152,8 @@ def test_the_visits_of_all_ranks_see_every_pair_once(layout, drawn, world_size):
                 assert (visit.queries, visit.mask) == (shards[rank], mask)
                 assert torch.equal(runs_to_positions(visit.keys), keys[rows])
                 seen = pairs_seen(visit.queries, visit.keys, mask)
-                assert step == 0 or (seen[:, 0].any() and seen[:, -1].any())  # no row more than needed moves
+                more = tile if len(keys) >= 2 * tile else 1
+                assert step == 0 or (seen[:, :more].any() and seen[:, -more:].any())  # no tile more than needed moves
                 counted += int(seen.sum())
             else:
                 assert rows == slice(0, 0)
@@ -167,7 +182,7 @@ def positions_in(plan: Plan, group: Group, shards: list[Runs]) -> list[int]:
 
 @given(layouts, masks_of_length(40), worlds, st.integers(0, 40), st.integers(0, 40), st.data())
 def test_groups_and_parts_attend_to_what_the_visits_of_a_plan_do(
-    layout, drawn, world_size, most_rows, first_rows, data
+    tile, layout, drawn, world_size, most_rows, first_rows, data
 ):
     seq_len, mask = drawn[0], Mask(**drawn[1])
     rank, balance = data.draw(st.integers(0, world_size - 1)), mask if layout == "balanced" else None
@@ -223,8 +238,32 @@ def test_parts_of_a_shard_have_no_large_holes(layout, drawn, world_size, hole):
             assert all(len(run) < hole for run in runs)
 
 
+@given(layouts, masks_of_length(40), worlds, st.integers(1, 8))
+def test_rows_of_long_shards_come_in_whole_tiles(tile, layout, drawn, world_size, hole):
+    seq_len, mask = drawn[0], Mask(**drawn[1])
+    with mock.patch.object(plan_module, "HOLE", hole):
+        for rank in range(world_size):
+            plan = plan_ring.__wrapped__(
+                mask, layout, seq_len, rank, world_size, mask if layout == "balanced" else None
+            )
+            for step, parts in enumerate(plan.parts[1:], start=1):
+                keys = held(layout, seq_len, world_size, plan.source(step), mask)
+                visit, n = Visit(plan.own_visit.queries, keys, mask), plan.rows[plan.source(step)]
+                if n < 2 * tile:
+                    assert list(parts) == visit.seen_parts(hole)
+                    continue
+                edges = {begin // tile * tile for begin, _ in parts} | {-(-end // tile) * tile for _, end in parts}
+                assert {min(edge, n) for edge in edges} == {edge for part in parts for edge in part}
+                assert all(end < begin for (_, end), (begin, _) in pairwise(parts))
+                for begin, end in visit.seen_parts(hole):
+                    assert any(low <= begin and end <= high for low, high in parts)
+                seen = pairs_seen(visit.queries, keys, mask).any(0)
+                assert all(seen[low : low + tile].any() for low, _ in parts)
+                assert all(seen[(high - 1) // tile * tile : high].any() for _, high in parts)
+
+
 @given(layouts, masks_of_length(40), worlds, st.integers(1, 5), st.integers(0, 60))
-def test_what_ranks_send_straight_home_is_what_their_owners_receive(layout, drawn, world_size, lap_steps, most_rows):
+def test_what_ranks_send_straight_home_is_what_their_owners_receive(tile, layout, drawn, world_size, lap_steps, most_rows):
     seq_len, mask = drawn[0], Mask(**drawn[1])
     balance = mask if layout == "balanced" else None
     plans = [plan_ring(mask, layout, seq_len, rank, world_size, balance) for rank in range(world_size)]
@@ -323,16 +362,42 @@ def test_shards_stop_moving_when_nobody_sees_them():
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_under_a_window_only_rows_of_neighbours_move(layout):
-    """64k tokens on 8 ranks, 4096 keys: of each piece that a rank holds, the 4095 rows before it."""
+    """64k tokens on 8 ranks, 4096 keys: of each piece that a rank holds, the 4095 rows before it, in whole tiles."""
     rows, ranks = 65536 // 8, range(8)
     for rank in ranks:
         plan = plan_ring(Mask(left=4095, causal=True), layout, 8 * rows, rank, 8)
         needed = {plan.source(step): plan.needed[step] for step, visit in enumerate(plan.visits) if visit and step > 0}
         if layout == "contiguous":  # one piece, after the lower rank's
-            assert plan.hops == 1 and needed == ({} if rank == 0 else {rank - 1: slice(rows - 4095, rows)})
+            assert plan.hops == 1 and needed == ({} if rank == 0 else {rank - 1: slice(rows - 4096, rows)})
         else:  # two pieces, after the first of the lower rank and the second of the higher one
-            before = {rank - 1: slice(rows // 2 - 4095, rows // 2), rank + 1: slice(rows - 4095, rows)}
+            before = {rank - 1: slice(rows // 2 - 4096, rows // 2), rank + 1: slice(rows - 4096, rows)}
             assert needed == {source: cut for source, cut in before.items() if source in ranks}
+
+
+def count_tiles(visit: Visit) -> int:
+    """Tiles of 128 keys that blocks of 128 queries visit."""
+    begin, _, _, end, _, _ = visit.query_blocks(128, 512).unbind(1)
+    return int(((end + 127) // 128 - begin // 128).sum())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_ranks_visit_no_more_tiles_under_documents_than_one_gpu(monkeypatch, world_size, seed):
+    mask = Mask(causal=True, cu_seqlens=log_normal_documents(32768, seed))
+
+    def tiles_of_all() -> int:
+        tiles = 0
+        for rank in range(world_size):
+            plan = plan_ring.__wrapped__(mask, "balanced", 32768, rank, world_size, mask)
+            (group,) = group_visits(plan, 32768, 32768, 32768)
+            assert group.visit is not None
+            tiles += count_tiles(group.visit)
+        return tiles
+
+    one = count_tiles(plan_one(mask, 32768, 32768).own_visit)
+    assert tiles_of_all() == one
+    monkeypatch.setattr(plan_module, "LONG_SHARD", 32768)
+    assert tiles_of_all() > one  # what whole tiles are for
 
 
 def test_worked_examples_of_the_docstrings():
