@@ -178,11 +178,14 @@ class BackwardTile:
 
 
 @lru_cache
-def forward_tile(head_dim: int, v_dim: int) -> ForwardTile:
-    """The forward tile for head dims up to 256."""
+def forward_tile(head_dim: int, v_dim: int, *, is_bounded: bool = False) -> ForwardTile:
+    """The forward tile for head dims up to 256. Where a cap bounds scores the special-function unit has as much to do as
+    the tensor cores: a third consumer keeps it busy, though shorter tiles cost the products more."""
     dims = _padded(head_dim), _padded(v_dim)
     if max(dims) == 64:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=3, q_in_registers=False, pingpong=True)
+    if max(dims) == 128 and is_bounded:
+        return ForwardTile(*dims, block_k=64, stages=4, consumers=3, q_in_registers=False, pingpong=False)
     if max(dims) == 128:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=2, q_in_registers=True, pingpong=True)
     return ForwardTile(*dims, block_k=64, stages=2, consumers=2, q_in_registers=False, pingpong=False)
@@ -221,6 +224,10 @@ class _ScoreNumbers(NamedTuple):
         keep_scale = 1 / (1 - scoring.dropout_p) if drops else None
         return _ScoreNumbers(scale, cap, cap_scale, scoring.drop_below if drops else None, keep_scale)
 
+    def is_bounded(self, dtype: torch.dtype) -> bool:
+        """Does a cap keep `exp` of any score within what V's dtype holds?"""
+        return self.cap is not None and self.cap <= WIDEST_BOUND and dtype == torch.bfloat16
+
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, before: Tensor | None
@@ -229,7 +236,8 @@ def forward(
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
     sinks = scoring.sinks if before is None else None
     score, merges, in_place = _ScoreNumbers.of(scoring), before is not None, before is into.out
-    n_blocks = visit.query_blocks(forward_tile(q.shape[3], v.shape[3]).block_q, JUMP).shape[0]  # `len` takes 2 us
+    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=score.is_bounded(v.dtype))
+    n_blocks = visit.query_blocks(tile.block_q, JUMP).shape[0]  # `len` takes 2 us
     launch = _forward_launch(*kinds, n_blocks, visit.mask.is_full, sinks is not None, score, merges, in_place, device)
     if launch is None or are_odd(q, k, v):
         return forward(aligned(q), aligned(k), aligned(v), visit, scoring, into, before)
@@ -266,7 +274,8 @@ def _forward_launch(
     """A launch of `forward_kernel`, by all that its form depends on; `None` where q, k or v is not aligned."""
     if not are_aligned(q, k, v):
         return None
-    tile = forward_tile(q.shape[3], v.shape[3])
+    is_bounded = score.is_bounded(v.dtype)
+    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=is_bounded)
     n_batches, n_q, n_heads, _ = q.shape
     _, n_k, kv_heads, v_dim = v.shape
     n_work = n_batches * n_heads * n_blocks
@@ -297,7 +306,7 @@ def _forward_launch(
         "IN_PLACE": in_place,
         "Q_IN_REGISTERS": tile.q_in_registers,
         "PINGPONG": tile.pingpong,
-        "BOUNDED": score.cap is not None and score.cap <= WIDEST_BOUND and v.dtype == torch.bfloat16,
+        "BOUNDED": is_bounded,
     }
     boxes = {
         "q_desc": _descriptor(q, ROWS, tile.block_d),

@@ -184,7 +184,8 @@ TUNED: list[Variant] = [  # up to head dim 128
     ("backward", torch.float16, 96, 96, ()),
     ("backward", torch.float16, 64, 128, (("accumulate", True),)),
     ("forward", torch.bfloat16, 64, 64, (("softcap", True), ("accumulate", True))),
-    *(("forward", dtype, 128, 128, (("softcap", True), ("dropout", True))) for dtype in HALF),
+    *(("forward", dtype, 128, 128, (("softcap", True),)) for dtype in HALF),
+    ("forward", torch.float16, 128, 128, (("softcap", True), ("dropout", True))),
     ("forward", torch.bfloat16, 128, 128, (("dropout", True), ("accumulate", True))),
     ("backward", torch.bfloat16, 128, 128, (("softcap", True),)),
 ]
@@ -197,6 +198,7 @@ DROPPING: list[Variant] = [
     ("backward", torch.bfloat16, 64, 64, (("dropout", True), ("accumulate", True))),
     ("backward", torch.float16, 128, 128, (("softcap", True), ("dropout", True), ("without_dq", True))),
     ("forward", torch.bfloat16, 64, 64, (("dropout", True),)),
+    ("forward", torch.bfloat16, 128, 128, (("softcap", True), ("dropout", True))),
 ]
 OTHERS: list[Variant] = [
     ("forward", torch.bfloat16, 256, 256, (("accumulate", True),)),
