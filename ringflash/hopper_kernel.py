@@ -179,8 +179,8 @@ class BackwardTile:
 
 @lru_cache
 def forward_tile(head_dim: int, v_dim: int, *, is_bounded: bool = False) -> ForwardTile:
-    """The forward tile for head dims up to 256. Where a cap bounds scores the special-function unit has as much to do as
-    the tensor cores: a third consumer keeps it busy, though shorter tiles cost the products more."""
+    """The forward tile for head dims up to 256. Where a cap bounds scores the special-function unit has as much to do
+    as the tensor cores: a third consumer keeps it busy, though shorter tiles cost the products more."""
     dims = _padded(head_dim), _padded(v_dim)
     if max(dims) == 64:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=3, q_in_registers=False, pingpong=True)

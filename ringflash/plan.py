@@ -150,8 +150,9 @@ class Plan:
     `rows[r]` is the number of rows that rank `r` holds. `visits[step]` is the visit at that step, `None` where nothing
     of that source is visible here; step 0 is the rank's own shard, whole, and always a visit. Other visits are about
     the rows `needed[step]` of their source alone, from the first to the last that is visible here; `parts[step]` are
-    the parts of those that are, between which HOLE rows or more are not; of long shards in whole tiles, see Note [Whole
-    tiles]. There are `hops + 1` steps: shards stop moving when no rank has anything left to see. `plan_of(r)` is the plan of rank `r`, where there are others.
+    the parts of those that are, between which HOLE rows or more are not (and see Note [Whole tiles]). There are
+    `hops + 1` steps: shards stop moving when no rank has anything left to see. `plan_of(r)` is the plan of rank `r`,
+    where there are others.
     """
 
     rank: int

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peers import log_normal_documents
 from test_mask import mask_options, masks_of_length
 from torch import Tensor
 
+from peers import log_normal_documents
 from ringflash import plan as plan_module
 from ringflash.layout import LAYOUTS, Run, Runs, layout_runs, runs_to_positions
 from ringflash.mask import Mask, area
@@ -263,7 +263,9 @@ def test_rows_of_long_shards_come_in_whole_tiles(tile, layout, drawn, world_size
 
 
 @given(layouts, masks_of_length(40), worlds, st.integers(1, 5), st.integers(0, 60))
-def test_what_ranks_send_straight_home_is_what_their_owners_receive(tile, layout, drawn, world_size, lap_steps, most_rows):
+def test_what_ranks_send_straight_home_is_what_their_owners_receive(
+    tile, layout, drawn, world_size, lap_steps, most_rows
+):
     seq_len, mask = drawn[0], Mask(**drawn[1])
     balance = mask if layout == "balanced" else None
     plans = [plan_ring(mask, layout, seq_len, rank, world_size, balance) for rank in range(world_size)]
