@@ -18,7 +18,7 @@ are waited for while they are little, FEW_BYTES in all. All transports group ali
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple, Protocol
@@ -32,7 +32,6 @@ from .agreement import Works, all_texts, backends_of, has_nccl, in_words, named
 from .nvlink import CopyEngine, Flat, Moves, Place, find_obstacle
 from .plan import Group, Plan, Visit, group_visits
 from .span import span
-from .streams import Turns
 
 logger = logging.getLogger("ringflash")
 TRANSPORTS = ("auto", "gloo", "nccl", "nvlink")
@@ -92,9 +91,6 @@ class Transport(Protocol):
         Once it was waited for, `sums` may be overwritten.
         """
         ...
-
-    def follow(self, stream: torch.cuda.Stream) -> None:
-        """That is the current stream now, and what it is told to do comes after what that was given."""
 
     def finish(self) -> None:
         """All exchanges of a pass are behind: what was sent may be overwritten, by what comes on the current stream.
@@ -372,15 +368,14 @@ def grouped(plan: Plan, k: Tensor, v: Tensor) -> tuple[Group, ...]:
 
 @contextmanager
 def visits(
-    plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transport: Transport, turns: Turns | None = None
+    plan: Plan, groups: tuple[Group, ...], k: Tensor, v: Tensor, transport: Transport
 ) -> Iterator[Iterator[Arrival]]:
-    """Inside, the first groups are on their way, beside whatever is done before one is asked for. Without `turns` all
-    visits are on one stream."""
+    """Inside, the first groups are on their way, beside whatever is done before one is asked for."""
     shape = RowShape.of(k, v)
     brought, sizes = _brought(groups, shape)
     places = [Shards(x, shape) for x in transport.places(sizes, k.dtype)]
     with transport.carry(plan, k, v, list(zip(brought, places, strict=False))) as (fetch, pending):
-        yield _arrivals(plan, groups, k, v, brought, places, fetch, pending, turns)
+        yield _arrivals(plan, groups, k, v, brought, places, fetch, pending)
 
 
 def _arrivals(
@@ -392,7 +387,6 @@ def _arrivals(
     places: list[Shards],
     fetch: Fetch,
     pending: list[Pending],
-    turns: Turns | None,
 ) -> Iterator[Arrival]:
     """Yield `(index, visit, k, v)` for every group; the next one is already on its way.
 
@@ -424,7 +418,7 @@ def _arrivals(
             landed += 1
             if len(pending) < len(brought):
                 following = brought[len(pending)]
-                with span("fetch from {}", _Sources(plan, following)), turns.last() if turns else nullcontext():
+                with span("fetch from {}", _Sources(plan, following)):
                     pending.append(fetch(following, place))
 
 

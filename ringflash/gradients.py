@@ -41,7 +41,6 @@ from .merge import Sums, empty_like
 from .nvlink import Flat, Moves
 from .plan import Group, Lap, Piece, Plan, Straight, go_straight, part_rows, split_visits
 from .span import span
-from .streams import Turns
 
 HALVED_BYTES = 2**26  # sums of a shard that travel in halves: see Note [Halves]
 APART_BYTES = 2**27  # most sums of the own shard that lie apart: see Note [dK and dV come home last]
@@ -91,12 +90,8 @@ class Gradients:
     Once for each group, in order: `arrive(index)`, then `take()`. In the end `home()`.
     """
 
-    in_turn = True  # may visits be on two streams in turn?
-
-    def __init__(
-        self, plan: Plan, halves: Halves, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport, turns: Turns
-    ):
-        self.transport, self.turns = transport, turns
+    def __init__(self, plan: Plan, halves: Halves, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport):
+        self.transport = transport
         self.groups, self.parts, self.is_apart = halves
         self.like, self.dtype, shape = (k, v), dtype, RowShape.of(k, v)
         self.legs = _legs(plan, self.parts, 1 if self.is_apart else self.parts, shape)
@@ -130,8 +125,7 @@ class Gradients:
         if index > 0:
             self._wait()
             if self.groups[index - 1].last_step > 0:  # else it is at home
-                with self.turns.last():
-                    self._send_on(index - 1)
+                self._send_on(index - 1)
             self.buffers.append(self.buffers.pop(0))
         self.index = index
 
@@ -262,12 +256,10 @@ def _ranges(pieces: tuple[Piece, ...], rows: int, shape: RowShape) -> list[tuple
 class StraightGradients:
     """dK and dV that go straight home: see Note [Straight home]. Used as `Gradients`."""
 
-    in_turn = False  # but for the own visit
+    is_apart = True
 
-    def __init__(
-        self, straight: Straight, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport, turns: Turns
-    ):
-        self.transport, self.turns = transport, turns
+    def __init__(self, straight: Straight, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport):
+        self.transport = transport
         self.laps, self.groups = straight.laps, straight.groups
         self.like, self.dtype, self.shape = (k, v), dtype, RowShape.of(k, v)
         self.own = [empty_like(x, dtype) for x in self.like]  # before any visit, as that of `Gradients`
@@ -284,7 +276,7 @@ class StraightGradients:
             return
         home = _ways_home(self.laps[index - 1], self.shape)
         come = self.like[0].new_empty(home.size, dtype=self.dtype)
-        with span("dK and dV go home"), self.turns.last():
+        with span("dK and dV go home"):
             try:
                 pending = self.transport.collect(self.buffers[0].buffer, home.ways, come)
             except RuntimeError as error:
@@ -327,13 +319,13 @@ class StraightGradients:
 
 
 def gradients(
-    plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport, turns: Turns
+    plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport
 ) -> "Gradients | StraightGradients":
     """What the backward pass attends to at a time, its `groups`, and where their sums, in `dtype`, go."""
     straight = straight_of(plan, k, v, dtype)
     if straight is not None:
-        return StraightGradients(straight, k, v, dtype, transport, turns)
-    return Gradients(plan, halved(plan, k, v, dtype), k, v, dtype, transport, turns)
+        return StraightGradients(straight, k, v, dtype, transport)
+    return Gradients(plan, halved(plan, k, v, dtype), k, v, dtype, transport)
 
 
 def straight_of(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Straight | None:

@@ -329,8 +329,8 @@ def release_buffers(group: dist.ProcessGroup) -> int:
 
 
 class CopyEngine:
-    """Pulls by the copy engine out of symmetric memory, for a pass on the current stream, or on those that it is told
-    of by `follow`. `device`: of the tensors, a GPU that is the current one.
+    """Pulls by the copy engine out of symmetric memory, for a pass on the current stream. `device`: of the tensors, a
+    GPU that is the current one.
 
     One pass at a time: a pass that starts on another stream waits for the one before it.
     """
@@ -343,10 +343,6 @@ class CopyEngine:
         self.link = links[device]
         self.link.current = torch.cuda.current_stream(device.index)  # not told which, PyTorch asks what there is
         self.link.is_captured = torch.cuda.is_current_stream_capturing()
-
-    def follow(self, stream: torch.cuda.Stream) -> None:
-        """That is the current stream now."""
-        self.link.current = stream
 
     @staticmethod
     def memory_of(rank: int) -> int:

@@ -3,14 +3,14 @@
 Legend: `q_bshd`, `k_bsgd`, `v_bsgd` are this rank's shards; `lse_bhs` natural log. Sums over visits are fp32 (fp64 for
 fp64 inputs); the last visit of a forward pass writes the inputs' dtype.
 
-Note [Visits in turn]. A launch ends with multiprocessors that have nothing left to do, for longer where programs are
-few and unlike each other. Backward, visits share dQ alone, and the Hopper kernel adds to that in any order. So they go
-to two streams in turn: a visit starts as soon as the one before it has what it waits for, and fills the GPU from there
-on. What is sent waits for its own visit alone. In laps (gradients.py, Note [Straight home]) sums that came are added to
-the own ones in between, in an order, so the own visit alone goes beside the last lap.
+Note [Own visit beside]. A launch ends with multiprocessors that have nothing left to do, for longer where programs are
+few and unlike each other. Backward, the own visit waits for nothing, and where its sums lie apart it shares dQ alone
+with the launch before it: the Hopper kernel adds to that in any order. So it goes to a stream beside, as soon as that
+launch has what it waits for, and fills the GPU from there on.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from .gradients import gradients
 from .merge import NEG_INF, Partial, Sums, empty_like, sinks_gradient
 from .plan import Plan, Visit
 from .score import Scoring
-from .streams import Turns, beside
+from .streams import SideStream, beside
 
 
 class Forward(Protocol):
@@ -40,7 +40,7 @@ class State(Protocol):
 
     @property
     def in_any_order(self) -> bool:
-        """May visits of it run side by side?"""
+        """May visits of it run side by side? Those but the first, which may have to write what the others add to."""
         ...
 
 
@@ -143,39 +143,41 @@ def ring_backward(
         backend.backward(q, k, v, dout, state, plan.own_visit, scoring, take_dkv=lambda: own, first=True)
         return backend.finish_backward(state), own.dk, own.dv, dsinks
     assert transport is not None
-    turns = Turns(transport.follow)
-    dkv = gradients(plan, k, v, sums, transport, turns)
+    dkv = gradients(plan, k, v, sums, transport)
+    side: SideStream | None = None  # see Note [Own visit beside]
+    first = True
 
     def take() -> Sums:
         sums = dkv.take()
-        turns.mark()
+        if side is not None:
+            side.mark()
         return sums
 
     try:
-        with comm.visits(plan, dkv.groups, k, v, transport, turns) as arrivals:
+        with comm.visits(plan, dkv.groups, k, v, transport) as arrivals:
             state, dsinks = start()  # beside the first transfers
-            if state.in_any_order:  # see Note [Visits in turn]
-                turns.side = beside(torch.cuda.current_stream())
-            first = True
-            for index, group in enumerate(dkv.groups):
+            if dkv.is_apart and state.in_any_order:
+                side = beside(torch.cuda.current_stream())
+            for index, visit, k_here, v_here in arrivals:
+                dkv.arrive(index)
+                if visit is None:
+                    take()
+                    continue
                 is_last = index == len(dkv.groups) - 1
-                with turns.visit(switch=group.visit is not None and not first and (dkv.in_turn or is_last)):
-                    _, visit, k_here, v_here = next(arrivals)
-                    dkv.arrive(index)
-                    if visit is None:
-                        take()
-                        continue
-                    backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=take, first=first)
-                    first = False
-                    del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
-            next(arrivals, None)
-        turns.join()
+                take_dkv = dkv.take if is_last else take
+                with side if side is not None and is_last and not first else nullcontext():
+                    backend.backward(q, k_here, v_here, dout, state, visit, scoring, take_dkv=take_dkv, first=first)
+                first = False
+                del k_here, v_here  # after the last visit nothing holds the memory that shards landed in
+        if side is not None:
+            side.join()
         dq = backend.finish_backward(state)
         del state  # and the sum of dQ goes, before dk and dv are made
         return dq, *dkv.home(), dsinks
     except BaseException:
         try:
-            turns.join()
+            if side is not None:
+                side.join()
         finally:
             transport.finish()  # dK and dV may be under way
         raise

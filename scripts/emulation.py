@@ -74,9 +74,6 @@ class ResidentTransport:
     def collect(self, sums: Flat, ways: comm.Ways, into: Tensor) -> Pending:
         return _Done()
 
-    def follow(self, stream: torch.cuda.Stream) -> None:
-        pass
-
     def finish(self) -> None:
         pass
 

@@ -158,8 +158,8 @@ class Delays:
             stack.enter_context(mock.patch.multiple(comm, _arrivals=arrivals, _pieces_of=pieces))
             for owner, name in (*on_streams, (nvlink.CopyEngine, "copy")):
                 stack.enter_context(mock.patch.object(owner, name, self.before(getattr(owner, name))))
-            enter = self.after(streams.SideStream.enter)
-            stack.enter_context(mock.patch.object(streams.SideStream, "enter", enter))
+            enter = self.after(streams.SideStream.__enter__)
+            stack.enter_context(mock.patch.object(streams.SideStream, "__enter__", enter))
             yield
 
 

@@ -583,12 +583,12 @@ def test_a_captured_ring_replays(gpu_workers, transport, world_size, determinist
     assert pool.run(replays_that_differ, transport, deterministic) == [[]] * world_size
 
 
-def differing_beside(transport: str, sizes: dict[str, Any]) -> list[str]:
-    """Passes with visits on two streams, one of them early or late, that do not give what they do on one stream."""
+def differing_beside(transport: str, lap_bytes: int) -> list[str]:
+    """Passes with the own visit on a stream beside, early or late, that do not give what they do on one stream."""
     group, wrong = join_on_gpu(), []
     documents = Mask(causal=True, cu_seqlens=[0, 100, 333, 900, 1500])
     how = [("zigzag", Mask(right=0), {}), ("balanced", documents, {"layout_mask": documents})]
-    enter, mark = SideStream.enter, SideStream.mark
+    enter, mark = SideStream.__enter__, SideStream.mark
     entered = []
 
     def enter_late(side: SideStream) -> None:
@@ -609,10 +609,10 @@ def differing_beside(transport: str, sizes: dict[str, Any]) -> list[str]:
             out = ring_attention(*leaves, group=group, **options)
             return [out.detach(), *torch.autograd.grad(out, leaves, shards[3])]
 
-        with mock.patch.multiple(gradients, **{"LAP_SHARDS": 1, **sizes}):
+        with mock.patch.multiple(gradients, LAP_BYTES=lap_bytes, LAP_SHARDS=1):
             with mock.patch("ringflash.ring.beside", lambda _: None):
                 expected = step()
-            for name, late in (("enter", enter), ("enter", enter_late), ("mark", go_on_late)):
+            for name, late in (("__enter__", enter), ("__enter__", enter_late), ("mark", go_on_late)):
                 with mock.patch.object(SideStream, name, late):
                     results = [step() for _ in range(3)]
                     torch.cuda.synchronize()
@@ -621,22 +621,15 @@ def differing_beside(transport: str, sizes: dict[str, Any]) -> list[str]:
     return wrong if entered else ["nothing ran beside"]
 
 
-IN_HALVES = {"LAP_BYTES": 0, "HALVED_BYTES": 0}
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [{"LAP_BYTES": 0}, IN_HALVES, IN_HALVES | {"APART_BYTES": 0}, {"LAP_BYTES": 2**20}, {"LAP_BYTES": 2**27}],
-    ids=["ring", "halves", "own in place", "two laps", "lap"],
-)
+@pytest.mark.parametrize("lap_bytes", [0, 2**20, 2**27])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_visits_in_turn_on_two_streams_change_no_bit_of_dk_and_dv(gpu_workers, transport, world_size, sizes):
-    """Sums of three ranks go round the ring, whole or in halves, straight home in two laps, or in one."""
+def test_own_visits_beside_others_change_no_bit_of_dk_and_dv(gpu_workers, transport, world_size, lap_bytes):
+    """Sums of three ranks go round the ring, straight home in two laps, or in one."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("visits of the Hopper kernels alone run beside each other")
     pool = gpu_workers(world_size, transport)
-    assert pool.run(differing_beside, transport, sizes) == [[]] * world_size
+    assert pool.run(differing_beside, transport, lap_bytes) == [[]] * world_size
 
 
 def error_of_a_capture(transport: str) -> str:

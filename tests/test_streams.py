@@ -1,9 +1,8 @@
-"""Visits in turn on two streams, without a GPU: what is done where and when, by doubles that take notes.
+"""The own visit on a stream beside the others', without a GPU: what is done where and when, by doubles that take notes.
 
 `tests/test_gpu.py` has what comes of it on real streams.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from ringflash.merge import Partial
 from ringflash.plan import Plan, plan_ring
 from ringflash.ring import Backend
 from ringflash.score import Scoring
-from ringflash.streams import Turns
 
 CPU = torch.device("cpu")
 DOCUMENTS = Mask(right=0, cu_seqlens=(0, 5, 21, 40, 64))
@@ -30,18 +28,16 @@ DOCUMENTS = Mask(right=0, cu_seqlens=(0, 5, 21, 40, 64))
 class Side:
     """A double of `SideStream` that writes down what happens to it."""
 
-    stream, current = "side", "current"
-
     def __init__(self, notes: list[str]):
         self.notes = notes
 
     def mark(self) -> None:
         self.notes.append("mark")
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         self.notes.append("beside")
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.notes.append("back")
 
     def join(self) -> None:
@@ -64,19 +60,6 @@ def notes(monkeypatch) -> list[str]:
         notes.append("add")
         add(dkv)
 
-    class Transport(ResidentTransport):
-        def exchange(self, send, receive, to, source, tag):
-            notes.append("send")
-            return super().exchange(send, receive, to, source, tag)
-
-        def collect(self, sums, ways, into):
-            notes.append("send")
-            return super().collect(sums, ways, into)
-
-        def follow(self, stream):
-            assert notes[-1] == ("beside" if str(stream) == "side" else "back")
-
-    monkeypatch.setattr(sys.modules[__name__], "ResidentTransport", Transport)
     monkeypatch.setattr(gradients, "empty_like", empty_like)
     monkeypatch.setattr(gradients.StraightGradients, "_add", noted_add)
     monkeypatch.setattr(ring, "beside", lambda _: Side(notes))
@@ -118,33 +101,6 @@ def any_order(monkeypatch, allowed: bool) -> Iterator[None]:
         yield
 
 
-def places(notes: list[str]) -> list[tuple[str, bool]]:
-    """What was done, and whether beside."""
-    found, beside = [], False
-    for note in notes:
-        if note in ("beside", "back"):
-            beside = note == "beside"
-        else:
-            found.append((note, beside))
-    return found
-
-
-def check(notes: list[str], in_turn: bool) -> None:
-    """Visits are in turn on both streams, or the last one alone is beside; what is sent is on the stream of its visit;
-    marks are on the current one; all is joined before what comes of all visits."""
-    done = places(notes)
-    visits = [beside for note, beside in done if "visit" in note]
-    last = len(visits) - 1
-    assert visits == [i % 2 == 1 if in_turn else 0 < i == last for i in range(len(visits))]
-    at = False
-    for note, beside in done:
-        at = beside if "visit" in note else at
-        assert beside == at if note == "send" else not beside or note in ("take", "visit", "own visit")
-    assert notes.count("join") == 1 and notes.index("join") + 1 == notes.index("finish")
-    assert notes.count("mark") == 0 or notes.index("mark") < notes.index("join")
-
-
-@pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("lap_shards", [1, 8])
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize(
@@ -156,41 +112,28 @@ def check(notes: list[str], in_turn: bool) -> None:
         (4, "balanced", DOCUMENTS),
     ],
 )
-def test_visits_are_on_two_streams_in_turn(notes, monkeypatch, world_size, layout, mask, rank, lap_shards, halved):
+def test_the_own_visit_runs_beside_the_last_of_the_others(
+    notes, monkeypatch, world_size, layout, mask, rank, lap_shards
+):
+    """From where that one has what it waits for; in memory that was there before; all joined in the end."""
     monkeypatch.setattr(gradients, "LAP_SHARDS", lap_shards)
     monkeypatch.setattr(gradients, "LAP_BYTES", 2**11)
-    if halved:
-        monkeypatch.setattr(gradients, "HALVED_BYTES", 0)
-        monkeypatch.setattr(gradients, "APART_BYTES", 0)
     plan = plan_ring(mask, layout, 64, rank % world_size, world_size, mask if layout == "balanced" else None)
     with any_order(monkeypatch, True):
         go_back(noting_backend(notes, plan), plan)
+    if "visit" not in notes:  # nothing to run beside
+        assert "beside" not in notes and notes.count("own visit") == 1
+        return
+    last_mark = len(notes) - 1 - notes[::-1].index("mark")
+    behind = notes[last_mark:]
+    assert behind[: behind.index("finish")] in (
+        ["mark", "visit", "beside", "take", "own visit", "back", "join"],
+        ["mark", "beside", "take", "own visit", "back", "join"],  # the last of the others sees nothing here
+    )
+    assert notes.count("own visit") == notes.count("join") == 1
     k = torch.empty(1, 16, 1, 16)
-    dkv = gradients.gradients(plan, k, k, torch.float32, ResidentTransport(CPU), Turns(lambda _: None))
-    check(notes, dkv.in_turn)
-    first = next(i for i, note in enumerate(notes) if "visit" in note)
-    assert halved or "memory" in notes[:first]  # of the own sums: what a visit freed may still be in use
-    computed = sum(group.visit is not None for group in dkv.groups)
-    assert sum("visit" in note for note in notes) == computed
-
-
-def test_halves_of_large_shards_are_on_two_streams_in_turn(notes, monkeypatch):
-    monkeypatch.setattr(gradients, "HALVED_BYTES", 0)
-    monkeypatch.setattr(gradients, "APART_BYTES", 0)
-    plan = plan_ring(Mask(), "contiguous", 64, 0, 2)
-    with any_order(monkeypatch, True):
-        go_back(noting_backend(notes, plan), plan)
-    assert [x for x in places(notes) if x[0] not in ("memory", "mark")] == [
-        *(
-            ("take", False),
-            ("visit", False),
-            ("send", False),
-        ),  # once the visit is done
-        *(("take", True), ("visit", True), ("send", True)),
-        *(("take", False), ("visit", False)),
-        *(("take", True), ("visit", True)),
-        *(("join", False), ("finish", False)),
-    ]
+    groups = gradients.gradients(plan, k, k, torch.float32, ResidentTransport(CPU)).groups
+    assert notes.count("mark") == len(groups) - 1  # also where nothing is seen: sums that came in may be added there
 
 
 def test_sums_of_laps_are_added_before_what_the_own_visit_waits_for(notes, monkeypatch):
@@ -199,9 +142,10 @@ def test_sums_of_laps_are_added_before_what_the_own_visit_waits_for(notes, monke
     plan = plan_ring(Mask(), "striped", 64, 1, 4)
     with any_order(monkeypatch, True):
         go_back(noting_backend(notes, plan), plan)
-    lap = ["take", "mark", "visit", "send"]
-    assert notes[notes.index("take") :][:12] == [*lap, *lap, "take", "add", "mark", "visit"]
-    assert notes.count("add") == 3 and notes.index("beside") > notes.index("add")
+    lap = ["mark", "visit", "take"]
+    behind = notes[notes.index("visit") :]
+    assert behind[:3] == lap[1:] + lap[:1] and behind.count("add") == 3
+    assert behind[3 : behind.index("beside")] == ["visit", "take", "add", "mark", "visit"]
 
 
 def test_a_visit_that_may_not_run_beside_others_does_not(notes, monkeypatch):
@@ -209,6 +153,14 @@ def test_a_visit_that_may_not_run_beside_others_does_not(notes, monkeypatch):
     with any_order(monkeypatch, False):
         go_back(noting_backend(notes, plan), plan)
     assert not {"mark", "beside", "join"} & set(notes)
+
+
+def test_sums_that_travel_are_not_added_to_beside_others(notes, monkeypatch):
+    monkeypatch.setattr(gradients, "APART_BYTES", 0)
+    plan = plan_ring(Mask(right=0), "zigzag", 64, 0, 2)
+    with any_order(monkeypatch, True):
+        go_back(noting_backend(notes, plan), plan)
+    assert "own visit" in notes and not {"mark", "beside", "join"} & set(notes)
 
 
 def test_what_runs_beside_is_waited_for_when_it_fails(notes, monkeypatch):
@@ -276,28 +228,13 @@ def test_what_is_beside_comes_after_the_mark_and_before_what_comes_after_the_joi
     main: Any = Stream()
     side = streams.beside(main)
     assert streams.beside(main) is side and streams.beside(cast(Any, Stream())) is not side
-    followed: list[Any] = []
-    turns = streams.Turns(followed.append)
-    with turns.visit(switch=True):
-        log.append("alone")
-    turns.side, turns.was_beside = side, False
-    turns.mark()
-    with turns.visit(switch=False):
-        log.append("first")
-    with turns.visit(switch=True):
-        turns.mark()  # marks are for what goes beside
+    side.mark()
+    with side:
         log.append("work")
-        with turns.last():
-            log.append("what is behind the first")
-    assert followed == [side.stream, main, side.stream, main]
-    with turns.visit(switch=False), turns.last():
-        log.append("more")
-    turns.join()
+    side.join()
     assert log == [
-        *("alone", "Event 1 at Stream 1", "first"),
-        *("Stream 2 waits for Event 1", "to Stream 2", "work"),
-        *("to Stream 1", "what is behind the first", "Stream 2 waits for Event 1", "to Stream 2", "to Stream 1"),
-        *("Stream 2 waits for Event 1", "to Stream 2", "more", "to Stream 1"),
+        "Event 1 at Stream 1",
+        *("Stream 2 waits for Event 1", "to Stream 2", "work", "to Stream 1"),
         *("Event 2 at Stream 2", "Stream 1 waits for Event 2"),
     ]
     recorded = []
