@@ -483,10 +483,10 @@ class NvlinkTransport(CopyEngine):
             yield fetch, [*pending]
         except BaseException:
             self.finish()  # the next pass may not write to sums that are under way
-            self.pulled().wait()
+            with suppress(RuntimeError):  # what happened first says more
+                self.pulled_all()
             raise
-        if not first:  # else all was waited for, k and v too: what is freed now must not be read or written to later
-            self.pulled().wait()
+        self.pulled_all()
 
     def collect(self, sums: Flat, ways: Ways, into: Tensor) -> Pending:
         return self.pull_sums(sums, Flat(into), ways.moves)

@@ -318,14 +318,18 @@ class StraightGradients:
             torch._foreach_add_([self.own[place.which][:, place.begin : place.end] for place in places], parts)
 
 
+def way_home(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Straight | Halves:
+    """What the backward pass attends to at a time, its `groups`, and how their sums, in `dtype`, go home."""
+    return straight_of(plan, k, v, dtype) or halved(plan, k, v, dtype)
+
+
 def gradients(
-    plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport
-) -> "Gradients | StraightGradients":
-    """What the backward pass attends to at a time, its `groups`, and where their sums, in `dtype`, go."""
-    straight = straight_of(plan, k, v, dtype)
-    if straight is not None:
-        return StraightGradients(straight, k, v, dtype, transport)
-    return Gradients(plan, halved(plan, k, v, dtype), k, v, dtype, transport)
+    plan: Plan, way: Straight | Halves, k: Tensor, v: Tensor, dtype: torch.dtype, transport: Transport
+) -> Gradients | StraightGradients:
+    """Sums of dK and dV that go that way. Makes the transport's buffers, as every rank does."""
+    if isinstance(way, Straight):
+        return StraightGradients(way, k, v, dtype, transport)
+    return Gradients(plan, way, k, v, dtype, transport)
 
 
 def straight_of(plan: Plan, k: Tensor, v: Tensor, dtype: torch.dtype) -> Straight | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import comm
-from .gradients import gradients
+from .gradients import gradients, way_home
 from .merge import NEG_INF, Partial, Sums, empty_like, sinks_gradient
 from .plan import Plan, Visit
 from .score import Scoring
@@ -90,18 +90,18 @@ def ring_forward(
     """Attention of this rank's queries over the whole sequence: `out (b, s, h, d_v)` in q's dtype, `lse (b, h, s)`."""
     b, s, h, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    lse, running = q.new_empty((b, h, s), dtype=wide), None
 
     def new_out(dtype: torch.dtype) -> Tensor:
         return empty_like(q, dtype) if v.shape[3] == d else q.new_empty((b, s, h, v.shape[3]), dtype=dtype)
 
     if plan.hops == 0:
-        total = Partial(new_out(q.dtype), lse)
+        total = Partial(new_out(q.dtype), q.new_empty((b, h, s), dtype=wide))
         backend.forward(q, k, v, plan.own_visit, scoring, into=total, before=None)
         return total
     assert transport is not None
     groups = comm.grouped(plan, k, v)
     with comm.visits(plan, groups, k, v, transport) as arrivals:
+        lse, running = q.new_empty((b, h, s), dtype=wide), None  # beside the first transfers
         for index, visit, k_here, v_here in arrivals:
             assert visit is not None
             out = running
@@ -143,7 +143,7 @@ def ring_backward(
         backend.backward(q, k, v, dout, state, plan.own_visit, scoring, take_dkv=lambda: own, first=True)
         return backend.finish_backward(state), own.dk, own.dv, dsinks
     assert transport is not None
-    dkv = gradients(plan, k, v, sums, transport)
+    way = way_home(plan, k, v, sums)
     side: SideStream | None = None  # see Note [Own visit beside]
     first = True
 
@@ -154,8 +154,9 @@ def ring_backward(
         return sums
 
     try:
-        with comm.visits(plan, dkv.groups, k, v, transport) as arrivals:
-            state, dsinks = start()  # beside the first transfers
+        with comm.visits(plan, way.groups, k, v, transport) as arrivals:
+            dkv = gradients(plan, way, k, v, sums, transport)  # beside the first transfers
+            state, dsinks = start()
             if dkv.is_apart and state.in_any_order:
                 side = beside(torch.cuda.current_stream())
             for index, visit, k_here, v_here in arrivals:

@@ -10,7 +10,7 @@ import random
 import time
 import weakref
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
@@ -391,8 +391,9 @@ def test_an_error_of_a_kernel_before_is_not_said_to_be_one_of_the_meeting():
         nvlink._rendezvous(512, mock.Mock(), torch.device("cuda", 1))
 
 
-def overwritten_shards(passes: int) -> list[str]:
-    """Shards that were another pass's, where ranks take their time over visits and nothing else keeps them in step."""
+def overwritten_shards(passes: int, failing: int) -> list[str]:
+    """Shards that were another pass's, where ranks take their time over visits and nothing else keeps them in step. Of
+    `failing` passes the last one fails on every rank, behind the first visit. And signals that are up in the end."""
     group, wrong = world(), []
     plan = plan_ring(Mask(), "contiguous", 32, dist.get_rank(), dist.get_world_size())
     random.seed(dist.get_rank())
@@ -401,19 +402,27 @@ def overwritten_shards(passes: int) -> list[str]:
             k = torch.full((1, 8, 2, 16), 100.0 * number + dist.get_rank())
             transport = NvlinkTransport(group, k.device)
             groups = split_visits(plan, 1, 1)
-            with comm.visits(plan, groups, k, -k, transport) as arrivals:
+            fails = number % failing == failing - 1
+            with suppress(ArithmeticError), comm.visits(plan, groups, k, -k, transport) as arrivals:
                 for index, _, k_here, v_here in arrivals:
                     time.sleep(random.random() * 0.005)
+                    if fails and index > 0:
+                        raise ArithmeticError
                     step = groups[index].last_step
                     expected = 100.0 * number + plan.source(step)
                     if not ((k_here == expected).all() and (v_here == -expected).all()):
                         wrong.append(f"pass {number} step {step}")
+        dist.barrier()
+        if nvlink._links[group][k.device].buffers["shards"].handle.get_signal_pad(dist.get_rank()).any():
+            wrong.append("signal up")
         release_buffers(group)
     return wrong
 
 
-def test_a_shard_is_published_only_when_all_have_pulled_the_one_before(workers):
-    assert workers(4).run(overwritten_shards, 20) == [[]] * 4
+@pytest.mark.parametrize("failing", [100, 3])
+def test_a_shard_is_published_only_when_all_have_pulled_the_one_before(workers, failing):
+    """Also where that pass failed."""
+    assert workers(4).run(overwritten_shards, 20, failing) == [[]] * 4
 
 
 def looped_back() -> list[str]:

@@ -132,7 +132,7 @@ def test_the_own_visit_runs_beside_the_last_of_the_others(
     )
     assert notes.count("own visit") == notes.count("join") == 1
     k = torch.empty(1, 16, 1, 16)
-    groups = gradients.gradients(plan, k, k, torch.float32, ResidentTransport(CPU)).groups
+    groups = gradients.way_home(plan, k, k, torch.float32).groups
     assert notes.count("mark") == len(groups) - 1  # also where nothing is seen: sums that came in may be added there
 
 
