@@ -482,9 +482,10 @@ class NvlinkTransport(CopyEngine):
         try:
             yield fetch, [*pending]
         except BaseException:
-            self.finish()  # the next pass may not write to sums that are under way
             with suppress(RuntimeError):  # what happened first says more
-                self.pulled_all()
+                self.finish()  # the next pass may not write to sums that are under way
+            with suppress(RuntimeError):
+                self.pulled_all(failed=True)
             raise
         self.pulled_all()
 

@@ -178,13 +178,14 @@ class BackwardTile:
 
 
 @lru_cache
-def forward_tile(head_dim: int, v_dim: int, *, is_bounded: bool = False) -> ForwardTile:
+def forward_tile(head_dim: int, v_dim: int, *, is_bounded: bool = False, merges: bool = False) -> ForwardTile:
     """The forward tile for head dims up to 256. Where a cap bounds scores the special-function unit has as much to do
-    as the tensor cores: a third consumer keeps it busy, though shorter tiles cost the products more."""
+    as the tensor cores: a third consumer keeps it busy, though shorter tiles cost the products more. (Where results
+    merge it has registers to spill, and gains nothing.)"""
     dims = _padded(head_dim), _padded(v_dim)
     if max(dims) == 64:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=3, q_in_registers=False, pingpong=True)
-    if max(dims) == 128 and is_bounded:
+    if max(dims) == 128 and is_bounded and not merges:
         return ForwardTile(*dims, block_k=64, stages=4, consumers=3, q_in_registers=False, pingpong=False)
     if max(dims) == 128:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=2, q_in_registers=True, pingpong=True)
@@ -236,7 +237,7 @@ def forward(
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
     sinks = scoring.sinks if before is None else None
     score, merges, in_place = _ScoreNumbers.of(scoring), before is not None, before is into.out
-    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=score.is_bounded(v.dtype))
+    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=score.is_bounded(v.dtype), merges=merges)
     n_blocks = visit.query_blocks(tile.block_q, JUMP).shape[0]  # `len` takes 2 us
     launch = _forward_launch(*kinds, n_blocks, visit.mask.is_full, sinks is not None, score, merges, in_place, device)
     if launch is None or are_odd(q, k, v):
@@ -275,7 +276,7 @@ def _forward_launch(
     if not are_aligned(q, k, v):
         return None
     is_bounded = score.is_bounded(v.dtype)
-    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=is_bounded)
+    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=is_bounded, merges=merges)
     n_batches, n_q, n_heads, _ = q.shape
     _, n_k, kv_heads, v_dim = v.shape
     n_work = n_batches * n_heads * n_blocks

@@ -352,6 +352,7 @@ class CopyEngine:
         self.link = links[device]
         self.link.current = torch.cuda.current_stream(device.index)  # not told which, PyTorch asks what there is
         self.link.is_captured = torch.cuda.is_current_stream_capturing()
+        self.has_sent = False  # sums, in this pass
 
     @staticmethod
     def memory_of(rank: int) -> int:
@@ -387,7 +388,11 @@ class CopyEngine:
         with link.shards:
             fill(*shards.see(_Symmetric.cut, 1, size, dtype))
             shards.barrier(0)
-            return [self._pull_shards(*x) for x in first]
+            try:
+                return [self._pull_shards(*x) for x in first]
+            except BaseException:
+                self.pulled_all(failed=True)
+                raise
 
     def pull(self, into: Flat, moves: Moves) -> _Moment:
         """Fill a flat tensor with what was published, after what the current stream has been given."""
@@ -407,14 +412,17 @@ class CopyEngine:
         """Wait for it to use what was pulled so far."""
         return self.link.shards.mark()
 
-    def pulled_all(self) -> None:
-        """This rank pulls no more. The current stream waits until the others don't either: what they read may go.
+    def pulled_all(self, *, failed: bool = False) -> None:
+        """This rank pulls no more. The current stream waits for its pulls, and until the others pull no more, but after
+        a pass that `failed`: they may be waiting for what that would have sent.
 
         See Note [One barrier when all is there, one when all was pulled]."""
-        side = self.link.shards
+        side, pulled = self.link.shards, None
+        if failed and not self.link.is_captured:  # all that a graph captures ends on its stream
+            pulled = self.pulled()
         with side.apart():
             self.link.buffers["shards"].barrier(1)
-        side.mark().wait()
+        (pulled or self.pulled()).wait()
 
     def copy(self, into: Tensor, x: Tensor) -> None:
         """Copy a flat tensor: the copy engine takes nothing else."""
@@ -437,6 +445,7 @@ class CopyEngine:
         channels go.
         """
         side, sums = self.link.sums, self.link.buffers["sums"]
+        self.has_sent = True
         channel = 2 * (tag % sums.exchanges)
         with side:
             self._signal(to, source, channel)
@@ -451,6 +460,7 @@ class CopyEngine:
         """Fill a flat tensor out of every rank's buffer, once all ranks have their sums in the one that here is `sums`.
         When that was waited for all have pulled what they need."""
         side, buffer = self.link.sums, self.link.buffers["sums"]
+        self.has_sent = True
         with side:
             buffer.barrier(0)
             self._pull(into, moves, buffer, int(sums.x.storage_offset()))
@@ -469,6 +479,7 @@ class CopyEngine:
     def finish(self) -> None:
         """The current stream waits until every buffer is free again, here and for the peers."""
         link = self.link
-        link.sums.mark().wait()
+        if self.has_sent:  # else the stream of sums may be none of a capture
+            link.sums.mark().wait()
         if not link.is_captured:
             link.sums_free = link.current.record_event(link.sums_free)

@@ -6,10 +6,10 @@ every option by value, so that `torch.compile` and checkpointing see two opaque 
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from .plan import Plan, plan_one, plan_ring
 from .score import Scoring
 from .span import span
 
+T = TypeVar("T")
 BACKENDS = ("auto", "torch", "triton")
 _PLAIN_TYPES = frozenset((Tensor, Parameter))
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -339,13 +340,20 @@ def _backward(ctx, dout, dlse, _):
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _unasked(run: Callable[..., T], *inputs: Any) -> T:
+    """Call a function inside which no mode is asked about PyTorch's functions. A default device is one, and otherwise
+    asked 100 times a pass: a third of the host's time."""
+    with torch._C.DisableTorchFunction():
+        return run(*inputs)
+
+
 class _Eager(torch.autograd.Function):
     """The operators' functions under autograd, without the operators: see `attend`. What needs no gradient comes in one
     tuple: every argument takes time."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, others):
-        output = _attention(q, k, v, sinks, *others)
+        output = _unasked(_attention, q, k, v, sinks, *others)
         _setup_context(ctx, (q, k, v, sinks, *others), output)
         return output[:2]
 
@@ -353,7 +361,8 @@ class _Eager(torch.autograd.Function):
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         # the operator refuses to be differentiated, and can be traced
         is_seen = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        return *_differentiate(attention_backward if is_seen else _attention_backward, ctx, dout, dlse), None
+        run = attention_backward if is_seen else partial(_unasked, _attention_backward)
+        return *_differentiate(run, ctx, dout, dlse), None
 
 
 def attend(*inputs) -> tuple[Tensor, Tensor]:
@@ -365,10 +374,9 @@ def attend(*inputs) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("attention has no forward-mode derivative: take its gradient")
     if torch.compiler.is_compiling() or _is_watched() or not _PLAIN_TYPES.issuperset(map(type, tensors)):
         return attention(*inputs)[:2]
-    with torch._C.DisableTorchFunction():  # a default device is a mode, asked whenever PyTorch is: a third of the time
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return _Eager.apply(*inputs[:4], inputs[4:])  # pyright: ignore[reportReturnType]
-        return _attention(*inputs)[:2]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _Eager.apply(*inputs[:4], inputs[4:])  # pyright: ignore[reportReturnType]
+    return _unasked(_attention, *inputs)[:2]
 
 
 def _is_watched() -> bool:

@@ -15,14 +15,16 @@ whole mask: `first <= key row < last` (`Visit.seen_rows`), so whoever masks a ti
 Note [Whole tiles]. Of another shard come the rows that are seen here, and those beside them in the same tile. So where
 rows of several shards lie one behind the other, each begins with a tile, as it does in its shard. Else a block of
 queries whose own keys begin within a tile would see one tile more: under documents of mean length 2048, 8 ranks, that
-was 3% of all tiles, and 4% of those of the rank that has most. In short shards it would be much that is not needed.
+was 3% of all tiles, and 4% of those of the rank that has most. Not where tiles of the shard are none of the sequence
+(a run of its positions that begins within one), and not in short shards, of which it would be much.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, wraps
-from itertools import chain, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -202,8 +204,7 @@ def plan_ring(
     parts: list[tuple[tuple[int, int], ...]] = [((0, count_rows(shards[rank])),)]
     for step in range(1, _count_hops(shards, mask) + 1):
         whole = _whole_visit(shards, rank, step, mask)
-        wide = [_whole_tiles(*part, count_rows(whole.keys)) for part in whole.seen_parts(HOLE)]
-        seen = tuple(_few_ranges(wide, hole=1))
+        seen = tuple(_whole_tiles(whole.seen_parts(HOLE), whole.keys, 0, count_rows(whole.keys)))
         visits.append(Visit(whole.queries, cut_runs(whole.keys, seen[0][0], seen[-1][1]), mask) if seen else None)
         parts.append(seen)
     rows = tuple(count_rows(runs) for runs in shards)
@@ -211,11 +212,21 @@ def plan_ring(
     return Plan(rank, rows, tuple(visits), tuple(parts), plan_of)
 
 
-def _whole_tiles(begin: int, end: int, rows: int) -> tuple[int, int]:
-    """A part of a shard of so many rows, and the rest of the tiles that it begins and ends in."""
+def _whole_tiles(parts: Ranges, keys: Runs, row: int, rows: int) -> Ranges:
+    """Parts of a shard of so many rows, and the rest of the tiles that they begin and end in: see Note [Whole tiles].
+    `keys` are its positions from row `row` on."""
     if rows < LONG_SHARD:
-        return begin, end
-    return begin // TILE * TILE, min(-(-end // TILE) * TILE, rows)
+        return parts
+    edges, wide = [*accumulate((run.length for run in keys), initial=row)], []
+
+    def has_tiles(run: int) -> bool:
+        return keys[run].step == 1 and (keys[run].start - edges[run]) % TILE == 0
+
+    for begin, end in parts:
+        first, last = bisect_right(edges, begin) - 1, bisect_left(edges, end) - 1
+        low = max(begin // TILE * TILE, edges[first]) if has_tiles(first) else begin
+        wide.append((low, min(-(-end // TILE) * TILE, edges[last + 1]) if has_tiles(last) else end))
+    return _few_ranges(wide, hole=1)
 
 
 def _whole_visit(shards: tuple[Runs, ...], rank: int, step: int, mask: Mask) -> Visit:
@@ -421,10 +432,10 @@ def split_visits(plan: Plan, parts: int, own_parts: int) -> tuple[Group, ...]:
             visit = Visit(visit.queries, cut_runs(visit.keys, begin - needed.start, end - needed.start), visit.mask)
         if visit is not None and step > 0:
             low, high = visit.seen_keys
-            wide = _whole_tiles(begin + low, begin + high, plan.rows[plan.source(step)])
-            keys = cut_runs(visit.keys, max(wide[0] - begin, 0), wide[1] - begin)
-            begin, end = max(wide[0], begin), min(wide[1], end)
-            visit = Visit(visit.queries, keys, visit.mask) if low < high else None
+            seen = [(begin + low, begin + high)] if low < high else []
+            ((low, high),) = _whole_tiles(seen, visit.keys, begin, plan.rows[plan.source(step)]) or [(begin, begin)]
+            visit = Visit(visit.queries, cut_runs(visit.keys, low - begin, high - begin), visit.mask) if seen else None
+            begin, end = low, high
         groups.append(Group(step, visit, () if visit is None else (Piece(step, begin, end, 0),)))
     return tuple(groups)
 

@@ -12,8 +12,10 @@ from emulate import emulate_ring
 from interpreter_cases import BACKEND, MASKS, TOLERANCE, check, dense
 
 from ringflash import flash_attention, hopper_kernel, launch, layout, local_kernel, plan
+from ringflash.layout import Run
 from ringflash.mask import Mask
 from ringflash.merge import Partial, Sums
+from ringflash.reference import dense_attention
 from ringflash.score import Scoring, draw_head_words
 from ringflash.testing import random_inputs, relative_error
 
@@ -161,6 +163,31 @@ def test_softcap_and_dropout_match_dense_attention(doubles, layout, world_size, 
     scoring = Scoring(dim**-0.5, **given)
     check(emulate_ring(BACKEND, inputs, MASKS[mask], layout, world_size, scoring), expected, TOLERANCE[torch.float16])
     assert all(double.launches for double in doubles)
+
+
+@pytest.mark.parametrize(("softcap", "consumers"), [(50.0, 3), (51.0, 2)])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("dim", "v_dim"), [(128, 128), (96, 128), (128, 24)])
+def test_a_cap_that_bounds_scores_takes_blocks_of_192_queries_until_results_merge(
+    doubles, dim, v_dim, mask, softcap, consumers
+):
+    """In bf16, of which the interpreter makes no right products: forward, by doubles."""
+    q, k, v, *_ = random_inputs(2, 403, 4, dim, kv_heads=2, v_head_dim=v_dim, dtype=torch.bfloat16)
+    scoring, halves = Scoring(dim**-0.5, softcap, sinks=SINKS), (Run(0, 1, 203), Run(203, 1, 200))
+    out, lse = torch.full((2, 403, 4, v_dim), nan), torch.full((2, 4, 403), nan)
+    total, before = Partial(out, lse), None
+    for run in halves:
+        visit, rows = plan.Visit((Run(0, 1, 403),), (run,), MASKS[mask]), slice(run.start, run.start + run.length)
+        BACKEND.forward(q, k[:, rows], v[:, rows], visit, scoring, into=total, before=before)
+        before = out
+    whole = (x.double() for x in (q, k, v))
+    expected = dense_attention(*whole, mask=MASKS[mask], softcap=softcap, sinks=SINKS.double())
+    assert relative_error(out, expected[0]) <= 5e-3 and relative_error(lse, expected[1]) <= 1e-3
+    first, second = (arguments for _, arguments in doubles[0].launches)
+    assert (first["CONSUMERS"], second["CONSUMERS"]) == (consumers, 2)
+    for a in (first, second):
+        low, high = a["blocks"][:, 4:].unbind(1)
+        assert len(low) == a["n_blocks"] and (high - low).max() == 64 * a["CONSUMERS"]
 
 
 def test_sinks_come_with_hopper_kernels_and_alibi_without(doubles):

@@ -185,6 +185,7 @@ TUNED: list[Variant] = [  # up to head dim 128
     ("backward", torch.float16, 64, 128, (("accumulate", True),)),
     ("forward", torch.bfloat16, 64, 64, (("softcap", True), ("accumulate", True))),
     *(("forward", dtype, 128, 128, (("softcap", True),)) for dtype in HALF),
+    *(("forward", torch.bfloat16, 128, 128, (("softcap", True), *merging)) for merging in (LAST[:1], LAST)),
     ("forward", torch.float16, 128, 128, (("softcap", True), ("dropout", True))),
     ("forward", torch.bfloat16, 128, 128, (("dropout", True), ("accumulate", True))),
     ("backward", torch.bfloat16, 128, 128, (("softcap", True),)),

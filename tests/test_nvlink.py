@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -413,7 +413,8 @@ def overwritten_shards(passes: int, failing: int) -> list[str]:
                     if not ((k_here == expected).all() and (v_here == -expected).all()):
                         wrong.append(f"pass {number} step {step}")
         dist.barrier()
-        if nvlink._links[group][k.device].buffers["shards"].handle.get_signal_pad(dist.get_rank()).any():
+        (link,) = nvlink._links[group].values()
+        if link.buffers["shards"].handle.get_signal_pad(dist.get_rank()).any():
             wrong.append("signal up")
         release_buffers(group)
     return wrong
@@ -423,6 +424,72 @@ def overwritten_shards(passes: int, failing: int) -> list[str]:
 def test_a_shard_is_published_only_when_all_have_pulled_the_one_before(workers, failing):
     """Also where that pass failed."""
     assert workers(4).run(overwritten_shards, 20, failing) == [[]] * 4
+
+
+def after_a_failing_pull() -> list[str]:
+    """What is wrong in and after a pass whose first pull fails on rank 0 alone."""
+    group, wrong = world(), []
+    plan = plan_ring(Mask(), "contiguous", 16, dist.get_rank(), dist.get_world_size())
+    groups = split_visits(plan, 1, 1)
+    with nvlink_on_cpus():
+        for number in range(4):
+            k = torch.full((1, 8, 2, 16), 100.0 * number + dist.get_rank())
+            fails = number == 1 and dist.get_rank() == 0
+            failing = mock.Mock(side_effect=ArithmeticError) if fails else NvlinkTransport.copy
+            with mock.patch.object(NvlinkTransport, "copy", failing), suppress(ArithmeticError):
+                with comm.visits(plan, groups, k, -k, NvlinkTransport(group, k.device)) as arrivals:
+                    for index, _, k_here, _ in arrivals:
+                        if not (k_here == 100.0 * number + plan.source(groups[index].last_step)).all():
+                            wrong.append(f"pass {number} visit {index}")
+                if fails:
+                    wrong.append("no error")
+        release_buffers(group)
+    return wrong
+
+
+def test_a_pull_that_fails_to_start_leaves_the_ranks_in_step(workers):
+    assert workers(2).run(after_a_failing_pull) == [[]] * 2
+
+
+class Capture:
+    """Of streams and events whether they are part of a capture, which work outside may not be waited for in."""
+
+    is_under_way = False
+    joined: ClassVar[set[int]] = set()
+
+
+class CapturedEvent(NoStream):
+    is_captured = False
+
+    def record(self, _: NoStream) -> None:
+        self.is_captured = Capture.is_under_way and id(_) in Capture.joined
+
+    def wait(self, _: NoStream | None = None) -> None:
+        if self.is_captured:
+            Capture.joined.add(id(_))
+        elif Capture.is_under_way and id(_) in Capture.joined:
+            raise RuntimeError("dependency created on uncaptured work in another stream")
+
+
+def error_of_a_capture_after_forward_passes() -> str:
+    q, k, v = (shard(x, group=world()).requires_grad_() for x in random_inputs(1, 64, 2, 16)[:3])
+    patches = {"Event": CapturedEvent, "is_current_stream_capturing": lambda: Capture.is_under_way}
+    with nvlink_on_cpus(), mock.patch.multiple(torch.cuda, **patches):
+        ring_attention(q, k, v, group=world(), causal=True)
+        with mock.patch.multiple(Capture, is_under_way=True, joined={id(torch.cuda.current_stream())}):
+            out = ring_attention(q, k, v, group=world(), causal=True)
+            try:
+                torch.autograd.grad(out.sum(), (q, k, v))
+                return "captured"
+            except RuntimeError as error:
+                return str(error)
+            finally:
+                release_buffers(world())
+
+
+def test_a_capture_of_what_has_not_run_backward_says_so(workers):
+    for words in workers(2).run(error_of_a_capture_after_forward_passes):
+        assert "make one call with these shapes, forward and backward, before the capture" in words
 
 
 def looped_back() -> list[str]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from oracle import held_positions, local_part, world
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from ringflash import Mask
+from ringflash import Mask, flash_attention
 from ringflash.score import draw_head_words
 from ringflash.testing import Inputs, random_inputs
 
@@ -17,6 +18,29 @@ def options(group: str = "", seq_len: int = 0, causal: bool = True) -> tuple[Any
     layout, transport = ("zigzag", "gloo") if group else ("", "")
     mask = [-1, 0 if causal else -1, 0, 0]
     return None, None, None, 0.25, None, 0.0, mask, None, "torch", group, layout, [], None, seq_len, transport, False
+
+
+def test_modes_are_asked_little_and_hooks_are_run_under_them():
+    """A default device is such a mode. Hooks of saved tensors are the caller's."""
+    asked, made = [], []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def pack(x: Tensor) -> Tensor:
+        made.append(torch.empty(1).device.type)
+        return x
+
+    inputs = leaves(random_inputs(1, 64, 2, 16))
+    with Watch():
+        out = flash_attention(*inputs, causal=True)
+        torch.autograd.grad(out, inputs, torch.ones_like(out.detach()))
+    assert 0 < len(asked) <= 25  # 120 and more of a pass that they are asked in
+    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        flash_attention(*inputs, causal=True)
+    assert made and set(made) == {"meta"}
 
 
 def leaves(inputs: Inputs) -> list[Tensor]:

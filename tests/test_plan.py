@@ -240,26 +240,24 @@ def test_parts_of_a_shard_have_no_large_holes(layout, drawn, world_size, hole):
 
 @given(layouts, masks_of_length(40), worlds, st.integers(1, 8))
 def test_rows_of_long_shards_come_in_whole_tiles(tile, layout, drawn, world_size, hole):
+    """With a row that ends a part come those of its tile that lie beside it in the sequence, if that has such tiles."""
     seq_len, mask = drawn[0], Mask(**drawn[1])
     with mock.patch.object(plan_module, "HOLE", hole):
         for rank in range(world_size):
-            plan = plan_ring.__wrapped__(
-                mask, layout, seq_len, rank, world_size, mask if layout == "balanced" else None
-            )
+            balance = mask if layout == "balanced" else None
+            plan = plan_ring.__wrapped__(mask, layout, seq_len, rank, world_size, balance)
             for step, parts in enumerate(plan.parts[1:], start=1):
                 keys = held(layout, seq_len, world_size, plan.source(step), mask)
-                visit, n = Visit(plan.own_visit.queries, keys, mask), plan.rows[plan.source(step)]
-                if n < 2 * tile:
-                    assert list(parts) == visit.seen_parts(hole)
-                    continue
-                edges = {begin // tile * tile for begin, _ in parts} | {-(-end // tile) * tile for _, end in parts}
-                assert {min(edge, n) for edge in edges} == {edge for part in parts for edge in part}
+                narrow = Visit(plan.own_visit.queries, keys, mask).seen_parts(hole)
+                expected = {row for begin, end in narrow for row in range(begin, end)}
+                at = runs_to_positions(keys).tolist()
+                for edge in [x for begin, end in narrow for x in (begin, end - 1)] if len(at) >= 2 * tile else []:
+                    beside = [r for r in range(len(at)) if r // tile == edge // tile and at[r] - r == at[edge] - edge]
+                    alone = layout == "striped" and world_size > 1
+                    expected |= set(beside) if (at[edge] - edge) % tile == 0 and not alone else set()
+                rows = [row for begin, end in parts for row in range(begin, end)]
+                assert rows == sorted(expected)
                 assert all(end < begin for (_, end), (begin, _) in pairwise(parts))
-                for begin, end in visit.seen_parts(hole):
-                    assert any(low <= begin and end <= high for low, high in parts)
-                seen = pairs_seen(visit.queries, keys, mask).any(0)
-                assert all(seen[low : low + tile].any() for low, _ in parts)
-                assert all(seen[(high - 1) // tile * tile : high].any() for _, high in parts)
 
 
 @given(layouts, masks_of_length(40), worlds, st.integers(1, 5), st.integers(0, 60))
