@@ -485,9 +485,10 @@ class NvlinkTransport(CopyEngine):
             with suppress(RuntimeError):  # what happened first says more
                 self.finish()  # the next pass may not write to sums that are under way
             with suppress(RuntimeError):
-                self.pulled_all(failed=True)
+                self.pulled().wait()
             raise
-        self.pulled_all()
+        if not first:  # else all was waited for, k and v too: what is freed now must not be read or written to later
+            self.pulled().wait()
 
     def collect(self, sums: Flat, ways: Ways, into: Tensor) -> Pending:
         return self.pull_sums(sums, Flat(into), ways.moves)
