@@ -341,8 +341,8 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _unasked(run: Callable[..., T], *inputs: Any) -> T:
-    """Call a function inside which no mode is asked about PyTorch's functions. A default device is one, and otherwise
-    asked 100 times a pass: a third of the host's time."""
+    """Call a function inside which no mode is asked about PyTorch's functions. A default device is one, and would be
+    asked 100 times and more in a pass."""
     with torch._C.DisableTorchFunction():
         return run(*inputs)
 
