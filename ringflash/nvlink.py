@@ -10,8 +10,8 @@ Note [One barrier before, one after]. A pass publishes this rank's K and V once.
 barrier on the stream of the pulls says that every rank has finished the pulls of the pass before; after it, a second
 barrier says that every buffer is filled. Both run beside the first visit, where that waits for nobody's shard. (Behind
 the last pull, where no visit waits for it, the first one may find all multiprocessors taken on one rank, and on another
-take one from a kernel that has a program for each: forward, from a graph, at 16k tokens, two GPUs had 1.43 of one's speed
-instead of 1.94.)
+take one from a kernel that has a program for each: forward, from a graph, at 16k tokens, two GPUs had 1.43 of the speed
+of one instead of 1.94.)
 
 Note [Signals return to zero]. A signal is a word that its sender raises when it is down and its receiver lowers when
 it is up; barriers are made of them. No pass leaves one up and no pass counts, so a captured CUDA graph may be replayed,
