@@ -178,12 +178,14 @@ class BackwardTile:
 
 
 @lru_cache
-def forward_tile(head_dim: int, v_dim: int, *, three: bool = False) -> ForwardTile:
-    """The forward tile for head dims up to 256; at 128 with `three` consumers, if asked for."""
+def forward_tile(head_dim: int, v_dim: int, *, is_bounded: bool = False, merges: bool = False) -> ForwardTile:
+    """The forward tile for head dims up to 256. Where a cap bounds scores the special-function unit has as much to do
+    as the tensor cores: a third consumer keeps it busy, though shorter tiles cost the products more. (Where results
+    merge it has registers to spill, and gains nothing.)"""
     dims = _padded(head_dim), _padded(v_dim)
     if max(dims) == 64:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=3, q_in_registers=False, pingpong=True)
-    if max(dims) == 128 and three:
+    if max(dims) == 128 and is_bounded and not merges:
         return ForwardTile(*dims, block_k=64, stages=4, consumers=3, q_in_registers=False, pingpong=False)
     if max(dims) == 128:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=2, q_in_registers=True, pingpong=True)
@@ -235,34 +237,13 @@ def forward(
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
     sinks = scoring.sinks if before is None else None
     score, merges, in_place = _ScoreNumbers.of(scoring), before is not None, before is into.out
-    tile = _tile_of(kinds[0], kinds[2], score, visit.mask.is_full, merges, device)
+    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=score.is_bounded(v.dtype), merges=merges)
     n_blocks = visit.query_blocks(tile.block_q, JUMP).shape[0]  # `len` takes 2 us
     launch = _forward_launch(*kinds, n_blocks, visit.mask.is_full, sinks is not None, score, merges, in_place, device)
     if launch is None or are_odd(q, k, v):
         return forward(aligned(q), aligned(k), aligned(v), visit, scoring, into, before)
     blocks, seen, schedule, words = _forward_tables(launch, visit, device)
     launch(q, k, v, into.out, into.lse, before, blocks, seen, sinks, schedule, words, scoring.head_words)
-
-
-@lru_cache(maxsize=1024)
-def _tile_of(q: Kind, v: Kind, score: _ScoreNumbers, is_full: bool, merges: bool, device: torch.device) -> ForwardTile:
-    """The tile of a launch: three consumers where they are faster, which is not where results merge.
-
-    Where a cap bounds scores the special-function unit has as much to do as the tensor cores, and a third consumer
-    keeps it busy. Under the full mask pieces of work are alike, and multiprocessors do them in rounds, of which the
-    last may be nearly empty: there it is the tile that takes a multiprocessor fewer rows, empty ones too.
-    """
-    two, three = (forward_tile(q.shape[3], v.shape[3], three=three) for three in (False, True))
-    if merges or score.is_bounded(v.dtype):
-        return two if merges else three
-    if not is_full or score.cap is not None or score.drop_below is not None:
-        return two
-    heads, multiprocessors = q.shape[0] * q.shape[2], count_multiprocessors(device)
-
-    def rows(tile: ForwardTile) -> int:
-        return count_blocks(heads * count_blocks(q.shape[1], tile.block_q), multiprocessors) * tile.block_q
-
-    return min(two, three, key=rows)
 
 
 @stay_in_graphs
@@ -294,7 +275,8 @@ def _forward_launch(
     """A launch of `forward_kernel`, by all that its form depends on; `None` where q, k or v is not aligned."""
     if not are_aligned(q, k, v):
         return None
-    tile = _tile_of(q, v, score, is_full, merges, device)
+    is_bounded = score.is_bounded(v.dtype)
+    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=is_bounded, merges=merges)
     n_batches, n_q, n_heads, _ = q.shape
     _, n_k, kv_heads, v_dim = v.shape
     n_work = n_batches * n_heads * n_blocks
@@ -325,7 +307,7 @@ def _forward_launch(
         "IN_PLACE": in_place,
         "Q_IN_REGISTERS": tile.q_in_registers,
         "PINGPONG": tile.pingpong,
-        "BOUNDED": score.is_bounded(v.dtype),
+        "BOUNDED": is_bounded,
     }
     boxes = {
         "q_desc": _descriptor(q, ROWS, tile.block_d),

@@ -34,7 +34,7 @@ class Run(NamedTuple):
 Runs = tuple[Run, ...]
 CONTENT = 1.05  # the work of the busiest rank over the mean that "balanced" leaves as it is
 BALANCED = 1.02  # and what it aims at where that is exceeded
-WHOLE = 128  # blocks are multiples of so many tokens, as the kernels' tiles are, or there are
+TILE = 128  # tokens, as most tiles of the kernels have: blocks are multiples of it, or there are
 FEW = 8  # blocks of a rank at most, of any size
 COUNTED_PIECES = 1024  # of the sequence at most, by which is counted what ranks need of each other
 MOST_SPARED = 32  # swaps that spare others' rows: each takes the host time, with every batch
@@ -146,17 +146,17 @@ def _deal(seq_len: int, world_size: int, mask: Mask) -> list[list[Run]]:
     but that pairs are to be within CONTENT too. Where they are not, pairs alone are balanced.
     """
     pairs = count_seen(mask, torch.arange(seq_len, device="cpu"), seq_len)
-    runs = _deal_work(pairs + _count_tiles(mask, seq_len) * WHOLE, world_size, mask)
+    runs = _deal_work(pairs + _count_tiles(mask, seq_len) * TILE, world_size, mask)
     load = [sum(int(pairs[start : start + length].sum()) for start, _, length in of_rank) for of_rank in runs]
     return runs if max(load) * world_size <= CONTENT * sum(load) else _deal_work(pairs, world_size, mask)
 
 
 def _count_tiles(mask: Mask, seq_len: int) -> Tensor:
-    """How many tiles of WHOLE keys each query's block of WHOLE queries sees something of."""
-    low = torch.arange(0, seq_len, WHOLE, device="cpu")
-    high = (low + WHOLE - 1).clamp(max=seq_len - 1)
+    """How many tiles of TILE keys each query's block of TILE queries sees something of."""
+    low = torch.arange(0, seq_len, TILE, device="cpu")
+    high = (low + TILE - 1).clamp(max=seq_len - 1)
     begin, end = mask.first(low).clamp(min=0), mask.last(high).clamp(max=seq_len)
-    return ((end + WHOLE - 1) // WHOLE - begin // WHOLE).clamp(min=1).repeat_interleave(WHOLE)[:seq_len]
+    return ((end + TILE - 1) // TILE - begin // TILE).clamp(min=1).repeat_interleave(TILE)[:seq_len]
 
 
 def _deal_work(work: Tensor, world_size: int, mask: Mask) -> list[list[Run]]:
@@ -171,11 +171,11 @@ def _deal_work(work: Tensor, world_size: int, mask: Mask) -> list[list[Run]]:
     seq_len = len(work)
     until = torch.cat([work.new_zeros(1), work.cumsum(0)])
     rows = seq_len // world_size
-    most = max(rows // WHOLE, min(rows, FEW), 1)  # blocks of a rank
+    most = max(rows // TILE, min(rows, FEW), 1)  # blocks of a rank
     blocks = 1
     while True:
         size = rows // blocks
-        size -= size % WHOLE if size > WHOLE else 0
+        size -= size % TILE if size > TILE else 0
         tail = world_size * blocks * size
         ends = [_split(seq_len - tail, world_size, rank) for rank in range(world_size)]
         ends = [Run(tail + run.start, 1, run.length) for run in ends]
@@ -190,7 +190,7 @@ def _deal_work(work: Tensor, world_size: int, mask: Mask) -> list[list[Run]]:
     if blocks > 1:
         begin, dealt = torch.arange(world_size * blocks, device="cpu") * size, world_size * blocks * size
         first, last = mask.first(begin).clamp(min=0), mask.last(begin + size - 1).clamp(max=dealt) - 1
-        pieces = max(min(size // WHOLE, COUNTED_PIECES // len(begin)), 1)
+        pieces = max(min(size // TILE, COUNTED_PIECES // len(begin)), 1)
         seen_pieces = (x // size * pieces + x % size * pieces // size for x in (first, last))
         _spare(owners, weight, load, limit, pieces, *seen_pieces)
     return [

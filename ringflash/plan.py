@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from .layout import (
+    TILE,
     Run,
     Runs,
     count_below,
@@ -46,8 +47,7 @@ from .mask import Mask
 
 GROWTH = 3  # how many times as many shards as the group before a group may have
 HOLE = 128  # rows of a shard that nobody here sees between others, for which those are pieces of their own
-TILE = 128  # rows of the tiles that kernels have most: see Note [Whole tiles]
-LONG_SHARD = 8 * TILE  # rows
+LONG_SHARD = 8 * TILE  # rows: see Note [Whole tiles]
 MOST_PIECES = 4  # of a shard in a group, each of which is a copy
 TABLE_BYTES = 2**27  # of row tables kept at most, on the host and on a device each
 Ranges = list[tuple[int, int]]  # `[begin, end)`, ascending
@@ -432,10 +432,13 @@ def split_visits(plan: Plan, parts: int, own_parts: int) -> tuple[Group, ...]:
             visit = Visit(visit.queries, cut_runs(visit.keys, begin - needed.start, end - needed.start), visit.mask)
         if visit is not None and step > 0:
             low, high = visit.seen_keys
-            seen = [(begin + low, begin + high)] if low < high else []
-            ((low, high),) = _whole_tiles(seen, visit.keys, begin, plan.rows[plan.source(step)]) or [(begin, begin)]
-            visit = Visit(visit.queries, cut_runs(visit.keys, low - begin, high - begin), visit.mask) if seen else None
-            begin, end = low, high
+            if low < high:
+                seen = [(begin + low, begin + high)]
+                ((low, high),) = _whole_tiles(seen, visit.keys, begin, plan.rows[plan.source(step)])
+                visit = Visit(visit.queries, cut_runs(visit.keys, low - begin, high - begin), visit.mask)
+                begin, end = low, high
+            else:
+                visit = None
         groups.append(Group(step, visit, () if visit is None else (Piece(step, begin, end, 0),)))
     return tuple(groups)
 

@@ -9,9 +9,9 @@ the efficiency (speed-up / ranks) and the peak of memory above the inputs, for t
 backward together; appends the rows to results/bench_ring.csv. Everything is timed interleaved in one run: one-GPU
 kernels on rank 0 while the others wait, rings from a barrier until the slowest rank is done. With --everywhere one-GPU
 kernels also run on all GPUs at once: their efficiency is the share of rank 0's speed that the slowest has then. The
-other ways are those of `contenders.py`: PyTorch's context_parallel, ring_flash_attn,
-all-to-all, all-gather. Each must give ringflash's output and gradients before it is timed; what is wrong or can't run
-here is listed with the reason. Runs over gloo on CPUs too, to try the program; its figures mean nothing there.
+other ways are those of `contenders.py`: PyTorch's context_parallel, ring_flash_attn, all-to-all, all-gather. Each must
+give ringflash's output and gradients before it is timed; what is wrong or can't run here is listed with the reason.
+Runs over gloo on CPUs too, to try the program; its figures mean nothing there.
 
 With `--emulate W` the passes of W ranks are timed one after the other in one process (of many ranks, a sample):
 efficiency is the time of one GPU on the whole sequence / (W x the slowest rank's). Beside them stand what the host

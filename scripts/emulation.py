@@ -130,7 +130,7 @@ class Rank:
 
     @property
     def backward_groups(self) -> tuple[Group, ...]:
-        return (self.straight or self.halves).groups
+        return gradients.way_home(self.plan, self.inputs.k, self.inputs.v, _sums(self.inputs)).groups
 
     @property
     def straight(self) -> Straight | None:

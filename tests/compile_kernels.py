@@ -167,12 +167,10 @@ def compile_hopper(
     softcap: bool = False,
     dropout: bool = False,
     ordered: bool = False,
-    three: bool = False,
 ) -> Compiled:
     """Compile the Hopper kernel "forward" or "backward" for what its launcher passes; options as `compile_kernel`.
 
-    `ordered`: where programs start in an order of their own, as a long document after a short one wants it. `three`: on
-    so many multiprocessors that blocks of three consumers' queries take fewer rounds.
+    `ordered`: where programs start in an order of their own, as a long document after a short one wants it.
     """
     sums = torch.float32 if accumulate else dtype
     rows = 384
@@ -187,9 +185,7 @@ def compile_hopper(
     scoring = Scoring(0.1, 30.0 if softcap else None, None, 0.1, head_words, torch.zeros(4) if sinks else None)
     recorder = Recorder()
     forget_launches()
-    kernels: dict[str, Any] = dict.fromkeys(("forward_kernel", "backward_kernel", "wide_backward_kernel"), recorder)
-    if three:
-        kernels["count_multiprocessors"] = lambda _: 16
+    kernels = dict.fromkeys(("forward_kernel", "backward_kernel", "wide_backward_kernel"), recorder)
     with patch.multiple(hopper_kernel, **kernels):
         if kernel == "forward":
             function = FORWARD_KERNEL

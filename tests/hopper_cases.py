@@ -43,14 +43,6 @@ def test_a_ring_of_hopper_kernels_matches_dense_attention(doubles, layout, mask)
     assert all(double.launches for double in doubles)
 
 
-def test_three_consumers_may_take_fewer_rounds(doubles):
-    """Of 3 multiprocessors: a block of 192 queries each, where there would be two rounds of 128."""
-    inputs = random_inputs(1, 403, 1, 128, dtype=torch.float16)
-    check(emulate_ring(BACKEND, inputs, Mask(), "contiguous", 1), dense(inputs, Mask()), TOLERANCE[torch.float16])
-    ((_, a),) = doubles[0].launches
-    assert (a["CONSUMERS"], a["BLOCK_K"], a["n_blocks"]) == (3, 64, 3)
-
-
 @pytest.mark.parametrize("dim", [64, 136])
 def test_rows_far_apart_are_in_blocks_of_their_own(monkeypatch, doubles, dim):
     """Documents dealt over ranks: blocks of fewer rows than a tile has, of queries and of keys."""

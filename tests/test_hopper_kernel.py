@@ -18,7 +18,7 @@ from compile_kernels import Compiled, compile_hopper
 from interpreted import run_cases
 
 from peers import make_mask
-from ringflash import hopper_kernel, local_kernel
+from ringflash import local_kernel
 from ringflash.hopper_kernel import (
     JUMP,
     MASKED_COST,
@@ -32,7 +32,6 @@ from ringflash.hopper_kernel import (
     share_out,
     ways_to_share,
 )
-from ringflash.launch import Kind
 from ringflash.local_kernel import kernel_of
 from ringflash.plan import plan_one
 from ringflash.score import Scoring
@@ -100,30 +99,6 @@ def test_heads_that_run_together_share_the_cache_and_occupy_the_gpu(rows, kv_hea
 def test_programs_share_work_by_its_lengths_where_those_differ(n_work, n_blocks, full, masked):
     assert ways_to_share(n_work, n_blocks, 132, is_full=True) == full
     assert ways_to_share(n_work, n_blocks, 132, is_full=False) == masked
-
-
-@pytest.mark.parametrize(
-    ("batches", "heads", "rows", "consumers"),
-    [(1, 32, 16384, 3), (1, 16, 32768, 3), (4, 16, 8192, 3), (4, 32, 4096, 2), (4, 32, 2048, 2), (1, 8, 1024, 2)],
-)
-def test_under_the_full_mask_the_tile_is_the_one_that_takes_fewer_rows_in_its_rounds(
-    monkeypatch, batches, heads, rows, consumers
-):
-    """Of an H200; which is faster at 4096 tokens and more was measured (`results/hopper_sweep.csv`, run 20)."""
-    monkeypatch.setattr(hopper_kernel, "count_multiprocessors", lambda _: 132)
-    x = Kind.of(torch.empty(batches, rows, heads, 128, dtype=torch.bfloat16, device="meta"))
-    plain, words = Scoring(0.1), torch.zeros(batches, heads, dtype=torch.int32)
-
-    def consumers_of(scoring: Scoring = plain, is_full: bool = True, merges: bool = False, x: Kind = x) -> int:
-        score = hopper_kernel._ScoreNumbers.of(scoring)
-        return hopper_kernel._tile_of.__wrapped__(x, x, score, is_full, merges, torch.device("cpu")).consumers
-
-    assert consumers_of() == consumers
-    assert consumers_of(is_full=False) == consumers_of(merges=True) == consumers_of(Scoring(0.1, 60.0)) == 2
-    assert consumers_of(Scoring(0.1, dropout_p=0.5, head_words=words)) == 2
-    assert consumers_of(Scoring(0.1, 50.0), is_full=False) == 3 and consumers_of(Scoring(0.1, 50.0), merges=True) == 2
-    assert consumers_of(x=x._replace(shape=torch.Size((batches, rows, heads, 64)))) == 3  # as always
-    assert consumers_of(x=x._replace(shape=torch.Size((batches, rows, heads, 256)))) == 2
 
 
 DOCUMENTS = make_mask("documents2048", 16384)
@@ -200,7 +175,6 @@ TUNED: list[Variant] = [  # up to head dim 128
         for options in ((), (("accumulate", True),), LAST, (("full", True),), (("sinks", True),))
     ),
     ("forward", torch.float16, 96, 96, ()),
-    *(("forward", dtype, 128, 128, (("full", True), ("three", True))) for dtype in HALF),
     *(
         ("backward", torch.bfloat16, dim, dim, options)
         for dim in (64, 128)
