@@ -17,7 +17,7 @@ memory:
     words_s (STAGES, BLOCK_K)           k_full            where weights are dropped
     v_s (STAGES, BLOCK_K, BLOCK_DV)     v_full            one a stage
                                         free              one a stage, of K of a tile and V of the tile before it
-                                        v_free            where scores are BOUNDED, one a stage, of V: `free` is K's
+    failed_s (2 * CONSUMERS, 1)         agreed            see `_agree`, where the pivot is FIXED
 
 with axes of length 1 for batch and head, as descriptors have them. `stage` is where a tile lies, `phase` which of its
 uses a barrier counts, 0 or 1; `before` and `phase_before` are those of the tile before. `tiles` are the tiles of keys
@@ -26,8 +26,23 @@ Tables in global memory: `blocks` (n_blocks, 6), see `_load_block`; `seen` (2, n
 sees and the one past its last, or None: all; `schedule`, see `hopper_kernel._schedule`, or None: in turns.
 
 Softcap and dropout are there where `cap_scale` and `words` are: see `_cap` and `_drop`. `words` are of the query rows,
-and after them of the key rows. Scores are BOUNDED where a cap keeps `exp2` of any within what V's dtype holds: see
-`_step_bounded`.
+and after them of the key rows.
+
+Note [Fixed pivot]. An online softmax subtracts from a row's scores the largest one so far, its *pivot*. So a tile's
+weights wait for its maximum, and when that is larger, what is summed is multiplied before the next product: a fifth of
+the time. But weights in bf16, and their sums in fp32, have the exponents of fp32: the pivot need not be the largest
+score, only near it. So where weights are bf16 the pivot is FIXED behind the masked tiles and one full tile, of which
+every row has seen a key.
+
+- A sum above 2^64, for which a score must be 44 above all of those, may have overflowed. Then the block is not written,
+  and its turn comes once more, with an online softmax in all tiles: see `_agree`. (A smaller sum overflows with values
+  above 9e18.)
+- In an online softmax the largest weight is 1, which rounding to bf16 leaves as it is. So where one key has nearly all
+  of the weight, the output is that key's value. Over a fixed pivot it may be any number. So `row_top` keeps the largest
+  one of each thread, and the output is divided by a sum in which these are rounded, as they are in the product. `lse`
+  is the logarithm of the sum as it is.
+
+FlashDecoding++ (Hong et al., 2023) has one pivot for all rows, chosen beforehand, and the same way out of an overflow.
 """
 
 import math
@@ -47,6 +62,8 @@ from .gluon_compat import (
 LOG2E = gl.constexpr(math.log2(math.e))
 LN2 = gl.constexpr(math.log(2.0))
 NEG_INF = gl.constexpr(float("-inf"))
+LARGEST_SUM = gl.constexpr(2.0**64)  # of a row's weights, over a pivot that is FIXED
+GROUP = gl.constexpr(32)  # pieces of work, after which warps agree which of them failed: bits of a word
 
 
 @gluon.constexpr_function
@@ -157,6 +174,39 @@ def _add_columns(p):
 
 
 @gluon.jit
+def _top_columns(p):
+    """[Q, K] -> [Q, 4]: the largest of the columns that a thread has, as an integer, whose order is that of weights.
+    (Of integers the machine takes three at once, if one comes after the other.)"""
+    bits = gl.reshape(p.to(gl.int32, bitcast=True), [p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.max(gl.reshape(gl.permute(bits, (0, 2, 1, 3)), [p.shape[0], 4, p.shape[1] // 4]), 2)
+
+
+@gluon.jit
+def _pack(p, dtype: gl.constexpr):
+    """[Q, K] -> [Q, K / 2]: weights rounded, two in an integer. (LLVM carries values of 16 bits from loop to loop one by
+    one, and packs and unpacks them in every step.)"""
+    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    if dtype == gl.bfloat16:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+    return pairs
+
+
+@gluon.jit
+def _unpack(pairs, dtype: gl.constexpr, o_layout: gl.constexpr):
+    """[Q, K / 2] -> [Q, K]: the left operand of P V. No instructions."""
+    even = pairs.to(gl.int16).to(dtype, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    p = gl.reshape(gl.join(even, odd), [pairs.shape[0], pairs.shape[1] * 2])
+    return gl.convert_layout(p, gl.DotOperandLayout(0, o_layout, 2))
+
+
+@gluon.jit
 def _next_stage(stage, phase, STAGES: gl.constexpr):
     """The stage after this one, and its phase: which of its uses the barriers count, 0 or 1."""
     last = stage == STAGES - 1
@@ -171,8 +221,9 @@ def _start_scores(q, k_s, stage, zero, BLOCK_K: gl.constexpr, BLOCK_D: gl.conste
 
 
 @gluon.jit
-def _start_out(p, v_s, stage, acc, BLOCK_K: gl.constexpr, BLOCK_DV: gl.constexpr):
+def _start_out(pairs, v_s, stage, acc, BLOCK_K: gl.constexpr, BLOCK_DV: gl.constexpr, o_layout: gl.constexpr):
     """[Q, K] @ [K, DV] -> [Q, DV]"""
+    p = _unpack(pairs, v_s.dtype, o_layout)
     return warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_K, BLOCK_DV]), acc, is_async=True)
 
 
@@ -185,14 +236,14 @@ def _step(
 ):  # fmt: skip
     """The scores of tile `i` start, then P V of the tile before; the softmax of tile `i` runs beside that product."""
     k_full, v_full, free = barriers
-    acc, p, row_max, row_sum = state
+    acc, pairs, row_max, row_sum = state
     stage, phase, before, phase_before = stages
     mbarrier.wait(k_full.index(stage), phase)
     if PINGPONG:
         _wait_turn(WHO)
     scores = _start_scores(q, k_s, stage, zero, BLOCK_K, BLOCK_D)
     mbarrier.wait(v_full.index(before), phase_before)
-    acc = _start_out(p, v_s, before, acc, BLOCK_K, BLOCK_DV)
+    acc = _start_out(pairs, v_s, before, acc, BLOCK_K, BLOCK_DV, o_layout)
     if PINGPONG:
         _give_turn((WHO + 1) % CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -200,59 +251,49 @@ def _step(
         scores = _cap(scores, cap_scale)
     if i < n_masked:
         scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
-    p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
+    p, rescale, row_max = _softmax(scores, row_max, scale_log2)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-    row_sum += _add_columns(p_wide)
+    row_sum += _add_columns(p)
     if words_s is not None:
         key_words = words_s.index(stage).load(gl.SliceLayout(0, s_layout))
-        p_wide = _drop(p_wide, row_words[:, None], key_words[None, :], drop_below)
+        p = _drop(p, row_words[:, None], key_words[None, :], drop_below)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(free.index(stage))
-    p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    pairs = _pack(p, v_s.dtype)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, o_layout))[:, None]
-    return acc, p, row_max, row_sum
+    return acc, pairs, row_max, row_sum
 
 
 @gluon.jit
-def _step_bounded(
-    i, n_tiles, tile, stages, q, k_s, v_s, words_s, barriers, state, zero, seen_first, seen_count, unit, cap_scale,
-    row_words, drop_below,
+def _step_fixed(
+    stages, q, k_s, v_s, words_s, barriers, state, zero, pivot, scale_log2, cap_scale, row_words, drop_below,
     WHO: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr,
-    s_layout: gl.constexpr, o_layout: gl.constexpr,
+    CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """`_step` where scores are BOUNDED: it takes no maximum, rescales nothing, and masks where there is a `tile`.
-
-    P V of the tile before runs beside `tanh`, which the unit of `exp2` makes too. So that the compiler waits for that
-    product no earlier, the wait for the next keys, a branch, is behind `tanh`. K falls free before it, V after it."""
-    k_full, v_full, free, v_free = barriers
-    acc, p, row_sum = state
+    """`_step` of a full tile where the pivot is FIXED."""
+    k_full, v_full, free = barriers
+    acc, pairs, row_sum, row_top = state
     stage, phase, before, phase_before = stages
+    mbarrier.wait(k_full.index(stage), phase)
     if PINGPONG:
         _wait_turn(WHO)
     scores = _start_scores(q, k_s, stage, zero, BLOCK_K, BLOCK_D)
     mbarrier.wait(v_full.index(before), phase_before)
-    acc = _start_out(p, v_s, before, acc, BLOCK_K, BLOCK_DV)
+    acc = _start_out(pairs, v_s, before, acc, BLOCK_K, BLOCK_DV, o_layout)
     if PINGPONG:
         _give_turn((WHO + 1) % CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    if words_s is None:
-        mbarrier.arrive(free.index(stage))
-    capped = _cap(scores, cap_scale)
-    if i + 1 < n_tiles:
-        next_stage, next_phase = _next_stage(stage, phase, STAGES)
-        mbarrier.wait(k_full.index(next_stage), next_phase)
-    p_wide = gl.exp2(capped * unit)
-    if tile is not None:
-        p_wide = _mask(p_wide, tile, seen_first, seen_count, 0.0, BLOCK_K, s_layout)
-    row_sum += _add_columns(p_wide)
+    if cap_scale is not None:
+        scores = _cap(scores, cap_scale)
+    p = gl.exp2(scores * scale_log2 - pivot[:, None])
+    row_sum += _add_columns(p)
     if words_s is not None:
         key_words = words_s.index(stage).load(gl.SliceLayout(0, s_layout))
-        p_wide = _drop(p_wide, row_words[:, None], key_words[None, :], drop_below)
-        mbarrier.arrive(free.index(stage))
+        p = _drop(p, row_words[:, None], key_words[None, :], drop_below)
+    row_top = gl.maximum(row_top, gl.convert_layout(_top_columns(p), row_top.type.layout))
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(v_free.index(before))
-    return acc, gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2)), row_sum
+    mbarrier.arrive(free.index(stage))
+    return acc, _pack(p, v_s.dtype), row_sum, row_top
 
 
 @gluon.jit
@@ -291,11 +332,11 @@ def _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together):
 
 @gluon.jit
 def _write(
-    acc, row_max, row_sum, out, lse, out_before, sinks, keep_scale, head, first_row, end_row, stride_os,
+    acc, row_max, row_sum, rounding, out, lse, out_before, sinks, keep_scale, head, first_row, end_row, stride_os,
     ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """Normalise, with the sink as one more key, of value 0, where there are sinks; and merge with what the visits
-    before this one left, if any. See merge.py."""
+    before this one left, if any. See merge.py. `rounding` is that of the largest weight, where the pivot is FIXED."""
     rescale = 1.0
     if sinks is not None:
         sink = gl.load(sinks + head) * LOG2E
@@ -307,6 +348,8 @@ def _write(
     seen_any = row_sum > 0
     row_sum = gl.where(seen_any, row_sum, 1.0)
     total = gl.where(seen_any, row_max + gl.log2(row_sum), NEG_INF)
+    if rounding is not None:
+        row_sum += rounding * rescale
     norm = rescale / row_sum
     if keep_scale is not None:
         norm *= keep_scale
@@ -344,14 +387,15 @@ def _write(
 def _attend_block(
     WHO: gl.constexpr, stage, phase, q_phase, buffers, barriers, tiles,
     out, lse, out_before, seen, sinks, head, first_row, end_row, n_q, n_k, stride_os, scale_log2, cap_scale,
-    words, head_words, drop_below, keep_scale,
+    words, head_words, drop_below, keep_scale, online, writes,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, BOUNDED: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """ROWS queries against all tiles, which are at least one. Returns the stage and phase that come next."""
-    q_s, k_s, v_s, words_s = buffers
-    q_full, q_empty, k_full, v_full, free, v_free = barriers
+    """ROWS queries against all tiles, which are at least one. Returns the stage and phase that come next, and whether
+    sums may have overflowed. With `online` softmax in all tiles, also where the pivot is FIXED. If it `writes`."""
+    q_s, k_s, v_s, words_s, _ = buffers
+    q_full, q_empty, k_full, v_full, free, _ = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
@@ -389,74 +433,86 @@ def _attend_block(
         scores = _cap(scores, cap_scale)
     scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
-    if BOUNDED:
-        p_wide = gl.exp2(scores * scale_log2)
-    else:
-        p_wide, rescale, row_max = _softmax(scores, row_max, scale_log2)
-    row_sum = _add_columns(p_wide)
+    p, rescale, row_max = _softmax(scores, row_max, scale_log2)
+    row_sum = _add_columns(p)
     if words is not None:
         key_words = words_s.index(stage).load(gl.SliceLayout(0, s_layout))
-        p_wide = _drop(p_wide, row_words[:, None], key_words[None, :], drop_below)
+        p = _drop(p, row_words[:, None], key_words[None, :], drop_below)
         mbarrier.arrive(free.index(stage))
-    p = gl.convert_layout(p_wide.to(v_s.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    pairs = _pack(p, v_s.dtype)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
     before = stage
     phase_before = phase
     stage, phase = _next_stage(stage, phase, STAGES)
-    if BOUNDED:
-        if n_tiles > 1:
-            mbarrier.wait(k_full.index(stage), phase)
-        state = (acc, p, row_sum)
-        for i in range(1, n_masked):
-            state = _step_bounded(
-                i, n_tiles, _tile_at(i, tiles), (stage, phase, before, phase_before), q, k_s, v_s, words_s,
-                (k_full, v_full, free, v_free), state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words,
-                drop_below,
-                WHO, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, CONSUMERS, PINGPONG, s_layout, o_layout,
-            )  # fmt: skip
-            before = stage
-            phase_before = phase
-            stage, phase = _next_stage(stage, phase, STAGES)
-        for i in range(gl.maximum(n_masked, 1), n_tiles):
-            state = _step_bounded(
-                i, n_tiles, None, (stage, phase, before, phase_before), q, k_s, v_s, words_s,
-                (k_full, v_full, free, v_free), state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words,
-                drop_below,
-                WHO, BLOCK_K, BLOCK_D, BLOCK_DV, STAGES, CONSUMERS, PINGPONG, s_layout, o_layout,
-            )  # fmt: skip
-            before = stage
-            phase_before = phase
-            stage, phase = _next_stage(stage, phase, STAGES)
-        acc, p, row_sum = state
-    else:
-        state = (acc, p, row_max, row_sum)
-        for i in range(1, n_tiles):
-            state = _step(
-                i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
-                state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words, drop_below,
+    n_online = n_tiles
+    if FIXED:
+        n_online = gl.where(online, n_tiles, gl.minimum(n_masked + 1, n_tiles))
+    state = (acc, pairs, row_max, row_sum)
+    for i in range(1, n_online):
+        state = _step(
+            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
+            state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words, drop_below,
+            WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
+        )  # fmt: skip
+        before = stage
+        phase_before = phase
+        stage, phase = _next_stage(stage, phase, STAGES)
+    acc, pairs, row_max, row_sum = state
+    row_top = None
+    if FIXED:
+        one = gl.full(row_sum.shape, 1.0, gl.float32, row_sum.type.layout)  # the pivot's own weight
+        state = (acc, pairs, row_sum, one.to(gl.int32, bitcast=True))
+        for _ in range(n_online, n_tiles):
+            state = _step_fixed(
+                (stage, phase, before, phase_before), q, k_s, v_s, words_s, (k_full, v_full, free), state, zero,
+                row_max, scale_log2, cap_scale, row_words, drop_below,
                 WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
             )  # fmt: skip
             before = stage
             phase_before = phase
             stage, phase = _next_stage(stage, phase, STAGES)
-        acc, p, row_max, row_sum = state
+        acc, pairs, row_sum, row_top = state
     if not Q_IN_REGISTERS:
         mbarrier.arrive(q_empty.index(WHO))
     mbarrier.wait(v_full.index(before), phase_before)
-    acc = _start_out(p, v_s, before, acc, BLOCK_K, BLOCK_DV)
+    acc = _start_out(pairs, v_s, before, acc, BLOCK_K, BLOCK_DV, o_layout)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, o_layout))
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, o_layout))
-    if BOUNDED:
-        mbarrier.arrive(v_free.index(before))
-        row_max = gl.where(row_sum > 0, 0.0, NEG_INF)
-    _write(
-        acc, row_max, row_sum, out, lse, out_before, sinks, keep_scale, head, first_row, end_row, stride_os,
-        ROWS, BLOCK_DV, DV, o_layout,
-    )  # fmt: skip
-    return stage, phase
+    failed = 0
+    rounding = None
+    if FIXED:
+        top = row_top.to(gl.float32, bitcast=True)
+        rounding = gl.sum(top.to(v_s.dtype).to(gl.float32) - top, 1)
+        rounding = gl.convert_layout(rounding, gl.SliceLayout(1, o_layout))
+        rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
+        failed = gl.max(((rows < end_row) & (row_sum > LARGEST_SUM)).to(gl.int32), 0)
+        writes = writes & (failed == 0)
+    if writes:
+        _write(
+            acc, row_max, row_sum, rounding, out, lse, out_before, sinks, keep_scale, head, first_row, end_row,
+            stride_os, ROWS, BLOCK_DV, DV, o_layout,
+        )  # fmt: skip
+    return stage, phase, failed
+
+
+@gluon.jit
+def _agree(
+    failed, group, failed_s, agreed, WHO: gl.constexpr, CONSUMERS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Which pieces of the group failed for any consumer, a bit each. The producer (WHO is None) takes part, so that
+    nobody is two groups ahead: a group's words are in one of two places."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    first = group % 2 * CONSUMERS
+    if WHO is not None:
+        failed_s.index(first + WHO).store(gl.full([1], failed, gl.int32, layout))
+    mbarrier.arrive(agreed.index(0))
+    mbarrier.wait(agreed.index(0), group % 2)
+    for who in gl.static_range(CONSUMERS):
+        failed |= gl.max(failed_s.index(first + who).load(layout), 0)
+    return failed
 
 
 @gluon.jit
@@ -464,7 +520,7 @@ def _consumer(
     WHO: gl.constexpr, buffers, barriers, given,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, BOUNDED: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its share of the queries of every piece of work."""
     (
@@ -477,27 +533,37 @@ def _consumer(
     stage = 0
     phase = 0
     q_phase = 0
-    for turn in range(_count_work(schedule, n_work)):
-        work = _take_work(schedule, turn)
-        batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
-        low, high, tiles, nothing = _load_block(blocks, block, BLOCK_K)
-        if not IN_PLACE or not nothing:  # else it would merge the identity
-            word_of_head = head_words
-            if head_words is not None:
-                word_of_head += batch * n_heads + head
-            of_head = batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-            before_of_head = out_before
-            if out_before is not None:
-                before_of_head += of_head
-            stage, phase = _attend_block(
-                WHO, stage, phase, q_phase, buffers, barriers, tiles,
-                out + of_head, lse + (batch.to(gl.int64) * n_heads + head) * n_q, before_of_head,
-                seen, sinks, head, low + WHO * ROWS, high, n_q, n_k, stride_os, scale_log2, cap_scale,
-                words, word_of_head, drop_below, keep_scale,
-                ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                Q_IN_REGISTERS, PINGPONG, BOUNDED,
-            )  # fmt: skip
-            q_phase ^= 1
+    count = _count_work(schedule, n_work)
+    for group in range((count + GROUP - 1) // GROUP):
+        failed = 0
+        todo = -1
+        for again in range(2 if FIXED else 1):
+            if FIXED:
+                if again > 0:
+                    todo = _agree(failed, group, buffers[4], barriers[5], WHO, CONSUMERS, 4)
+            for turn in range(group * GROUP, gl.minimum(count, group * GROUP + GROUP)):
+                work = _take_work(schedule, turn)
+                batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
+                low, high, tiles, nothing = _load_block(blocks, block, BLOCK_K)
+                bit = 1 << turn % GROUP
+                if ((todo & bit) != 0) & (not IN_PLACE or not nothing):  # else it would merge the identity
+                    word_of_head = head_words
+                    if head_words is not None:
+                        word_of_head += batch * n_heads + head
+                    of_head = batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+                    before_of_head = out_before
+                    if out_before is not None:
+                        before_of_head += of_head
+                    stage, phase, has_failed = _attend_block(
+                        WHO, stage, phase, q_phase, buffers, barriers, tiles,
+                        out + of_head, lse + (batch.to(gl.int64) * n_heads + head) * n_q, before_of_head,
+                        seen, sinks, head, low + WHO * ROWS, high, n_q, n_k, stride_os, scale_log2, cap_scale,
+                        words, word_of_head, drop_below, keep_scale, again > 0, (again == 0) | ((failed & bit) != 0),
+                        ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
+                        Q_IN_REGISTERS, PINGPONG, FIXED,
+                    )  # fmt: skip
+                    failed |= bit * has_failed
+                    q_phase ^= 1
 
 
 @gluon.jit
@@ -516,12 +582,12 @@ def _producer(
     buffers, barriers, descriptors, given,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, BOUNDED: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """One warp: loads the queries of every piece of work, and tile after tile of its keys and values, as room falls
     free: K one tile ahead of V."""
-    q_s, k_s, v_s, words_s = buffers
-    q_full, q_empty, k_full, v_full, free, v_free = barriers
+    q_s, k_s, v_s, words_s, failed_s = buffers
+    q_full, q_empty, k_full, v_full, free, agreed = barriers
     q_desc, k_desc, v_desc = descriptors
     (
         _, _, _, blocks, _, _, schedule, words, _, _, _, _, n_q, n_k,
@@ -530,38 +596,44 @@ def _producer(
     stage = 0
     phase = 0
     q_phase = 0
-    for turn in range(_count_work(schedule, n_work)):
-        work = _take_work(schedule, turn)
-        batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
-        low, high, tiles, nothing = _load_block(blocks, block, BLOCK_K)
-        if not IN_PLACE or not nothing:  # else it would merge the identity
-            first, full_first, full_stop, stop = tiles
-            n_tiles = stop - first
-            for who in gl.static_range(CONSUMERS):
-                mbarrier.wait(q_empty.index(who), q_phase ^ 1)
-                mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes)
-                tma_load(q_desc, [batch, low + who * ROWS, head, 0], q_full.index(who), q_s.index(who))
-            row = _tile_at(0, tiles) * BLOCK_K
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            _load_keys(batch, row, kv_head, k_desc, k_s, k_full, stage, words, words_s, n_q, n_k, BLOCK_K)
-            for i in range(n_tiles):
-                next_stage, next_phase = _next_stage(stage, phase, STAGES)
-                next_row = _tile_at(i + 1, tiles) * BLOCK_K
-                if i + 1 < n_tiles:
-                    mbarrier.wait(free.index(next_stage), next_phase ^ 1)
-                    _load_keys(
-                        batch, next_row, kv_head, k_desc, k_s, k_full, next_stage, words, words_s, n_q, n_k, BLOCK_K
-                    )
-                if BOUNDED:
-                    mbarrier.wait(v_free.index(stage), phase ^ 1)
-                else:
-                    mbarrier.wait(free.index(next_stage), next_phase ^ 1)
-                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(stage), v_s.index(stage))
-                stage = next_stage
-                phase = next_phase
-                row = next_row
-            q_phase ^= 1
+    count = _count_work(schedule, n_work)
+    for group in range((count + GROUP - 1) // GROUP):
+        todo = -1
+        for again in range(2 if FIXED else 1):
+            if FIXED:
+                if again > 0:
+                    todo = _agree(0, group, failed_s, agreed, None, CONSUMERS, 1)
+            for turn in range(group * GROUP, gl.minimum(count, group * GROUP + GROUP)):
+                work = _take_work(schedule, turn)
+                batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
+                low, high, tiles, nothing = _load_block(blocks, block, BLOCK_K)
+                if ((todo >> turn % GROUP & 1) != 0) & (
+                    not IN_PLACE or not nothing
+                ):  # else it would merge the identity
+                    first, full_first, full_stop, stop = tiles
+                    n_tiles = stop - first
+                    for who in gl.static_range(CONSUMERS):
+                        mbarrier.wait(q_empty.index(who), q_phase ^ 1)
+                        mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes)
+                        tma_load(q_desc, [batch, low + who * ROWS, head, 0], q_full.index(who), q_s.index(who))
+                    row = _tile_at(0, tiles) * BLOCK_K
+                    mbarrier.wait(free.index(stage), phase ^ 1)
+                    _load_keys(batch, row, kv_head, k_desc, k_s, k_full, stage, words, words_s, n_q, n_k, BLOCK_K)
+                    for i in range(n_tiles):
+                        next_stage, next_phase = _next_stage(stage, phase, STAGES)
+                        next_row = _tile_at(i + 1, tiles) * BLOCK_K
+                        mbarrier.wait(free.index(next_stage), next_phase ^ 1)
+                        if i + 1 < n_tiles:
+                            _load_keys(
+                                batch, next_row, kv_head, k_desc, k_s, k_full, next_stage, words, words_s, n_q, n_k,
+                                BLOCK_K,
+                            )  # fmt: skip
+                        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                        tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(stage), v_s.index(stage))
+                        stage = next_stage
+                        phase = next_phase
+                        row = next_row
+                    q_phase ^= 1
 
 
 # Kernel ------------------------------------------------------------------------------------------------------------
@@ -577,7 +649,7 @@ def forward_kernel(
     cap_scale, drop_below, keep_scale,
     ROWS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, BOUNDED: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Blocks of queries of one head each against the keys they see: every `num_programs`-th, or as a schedule says."""
     q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
@@ -599,15 +671,16 @@ def forward_kernel(
         mbarrier.init(k_full.index(stage), count=1 if words is None else 33)  # TMA, and a warp's lanes that copy words
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=CONSUMERS)
-    if BOUNDED:
-        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(v_free.index(stage), count=CONSUMERS)
+    if FIXED:
+        failed_s = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        agreed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(agreed.index(0), count=CONSUMERS + 1)
     else:
-        v_free: gl.constexpr = None
+        failed_s: gl.constexpr = None
+        agreed: gl.constexpr = None
 
-    buffers = (q_s, k_s, v_s, words_s)
-    barriers = (q_full, q_empty, k_full, v_full, free, v_free)
+    buffers = (q_s, k_s, v_s, words_s, failed_s)
+    barriers = (q_full, q_empty, k_full, v_full, free, agreed)
     given = (
         out, lse, out_before, blocks, seen, sinks, schedule, words, head_words, stride_ob, stride_os, stride_oh, n_q,
         n_k, n_blocks, n_heads, n_work, heads_per_kv, heads_together, scale_log2, cap_scale, drop_below, keep_scale,
@@ -619,22 +692,22 @@ def forward_kernel(
             (_consumer, (
                 CONSUMERS - 3, buffers, barriers, given,
                 ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                Q_IN_REGISTERS, PINGPONG, BOUNDED,
+                Q_IN_REGISTERS, PINGPONG, FIXED,
             )),
             (_consumer, (
                 CONSUMERS - 2, buffers, barriers, given,
                 ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                Q_IN_REGISTERS, PINGPONG, BOUNDED,
+                Q_IN_REGISTERS, PINGPONG, FIXED,
             )),
             (_consumer, (
                 CONSUMERS - 1, buffers, barriers, given,
                 ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                Q_IN_REGISTERS, PINGPONG, BOUNDED,
+                Q_IN_REGISTERS, PINGPONG, FIXED,
             )),
             (_producer, (
                 buffers, barriers, descriptors, given,
                 ROWS, BLOCK_K, BLOCK_D, BLOCK_DV, DV, STAGES, CONSUMERS, IN_PLACE,
-                Q_IN_REGISTERS, PINGPONG, BOUNDED,
+                Q_IN_REGISTERS, PINGPONG, FIXED,
             )),
         ][3 - CONSUMERS :],
         [4, 1] if CONSUMERS == 2 else [4, 4, 1],

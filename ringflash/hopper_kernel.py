@@ -59,7 +59,6 @@ from .score import Scoring
 
 LOG2E = math.log2(math.e)
 NEG_INF = tl.constexpr(float("-inf"))
-WIDEST_BOUND = 50.0  # of scores whose exp, up to 5e21, bf16 holds, and fp32 its sums with values up to 1e12
 ROWS = 64  # of queries in a warpgroup, forward
 SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_share`
 MANY_PIECES = 12
@@ -178,14 +177,13 @@ class BackwardTile:
 
 
 @lru_cache
-def forward_tile(head_dim: int, v_dim: int, *, is_bounded: bool = False, merges: bool = False) -> ForwardTile:
-    """The forward tile for head dims up to 256. Where a cap bounds scores the special-function unit has as much to do
-    as the tensor cores: a third consumer keeps it busy, though shorter tiles cost the products more. (Where results
-    merge it has registers to spill, and gains nothing.)"""
+def forward_tile(head_dim: int, v_dim: int, *, is_fixed: bool = False) -> ForwardTile:
+    """The forward tile for head dims up to 256. A third consumer, which the registers of tiles of 64 keys allow, pays
+    where the pivot is fixed: hopper_forward.py, Note [Fixed pivot]."""
     dims = _padded(head_dim), _padded(v_dim)
     if max(dims) == 64:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=3, q_in_registers=False, pingpong=True)
-    if max(dims) == 128 and is_bounded and not merges:
+    if max(dims) == 128 and is_fixed:
         return ForwardTile(*dims, block_k=64, stages=4, consumers=3, q_in_registers=False, pingpong=False)
     if max(dims) == 128:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=2, q_in_registers=True, pingpong=True)
@@ -225,10 +223,6 @@ class _ScoreNumbers(NamedTuple):
         keep_scale = 1 / (1 - scoring.dropout_p) if drops else None
         return _ScoreNumbers(scale, cap, cap_scale, scoring.drop_below if drops else None, keep_scale)
 
-    def is_bounded(self, dtype: torch.dtype) -> bool:
-        """Does a cap keep `exp` of any score within what V's dtype holds?"""
-        return self.cap is not None and self.cap <= WIDEST_BOUND and dtype == torch.bfloat16
-
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, visit: Visit, scoring: Scoring, into: Partial, before: Tensor | None
@@ -237,7 +231,7 @@ def forward(
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
     sinks = scoring.sinks if before is None else None
     score, merges, in_place = _ScoreNumbers.of(scoring), before is not None, before is into.out
-    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=score.is_bounded(v.dtype), merges=merges)
+    tile = forward_tile(q.shape[3], v.shape[3], is_fixed=v.dtype == torch.bfloat16)
     n_blocks = visit.query_blocks(tile.block_q, JUMP).shape[0]  # `len` takes 2 us
     launch = _forward_launch(*kinds, n_blocks, visit.mask.is_full, sinks is not None, score, merges, in_place, device)
     if launch is None or are_odd(q, k, v):
@@ -275,8 +269,8 @@ def _forward_launch(
     """A launch of `forward_kernel`, by all that its form depends on; `None` where q, k or v is not aligned."""
     if not are_aligned(q, k, v):
         return None
-    is_bounded = score.is_bounded(v.dtype)
-    tile = forward_tile(q.shape[3], v.shape[3], is_bounded=is_bounded, merges=merges)
+    is_fixed = v.dtype == torch.bfloat16
+    tile = forward_tile(q.shape[3], v.shape[3], is_fixed=is_fixed)
     n_batches, n_q, n_heads, _ = q.shape
     _, n_k, kv_heads, v_dim = v.shape
     n_work = n_batches * n_heads * n_blocks
@@ -307,7 +301,7 @@ def _forward_launch(
         "IN_PLACE": in_place,
         "Q_IN_REGISTERS": tile.q_in_registers,
         "PINGPONG": tile.pingpong,
-        "BOUNDED": is_bounded,
+        "FIXED": is_fixed,
     }
     boxes = {
         "q_desc": _descriptor(q, ROWS, tile.block_d),

@@ -40,6 +40,7 @@ INT_POINTERS = ("ranges", "blocks", "order", "seen_rows", "positions", "words", 
 class Compiled:
     registers: int
     spilled_bytes: int
+    spills_in_loops: int
     shared_bytes: int
     ptx: str
 
@@ -140,8 +141,7 @@ def compile_kernel(
     source = ASTSource(function, signature, constants, aligned)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spilled = _resources(compiled.asm["cubin"])
-    return Compiled(registers, spilled, compiled.metadata.shared, compiled.asm["ptx"])
+    return _read(compiled)
 
 
 class Recorder:
@@ -220,17 +220,35 @@ def compile_hopper(
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(function, signature, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    registers, spilled = _resources(compiled.asm["cubin"])
-    return Compiled(registers, spilled, compiled.metadata.shared, compiled.asm["ptx"])
+    return _read(compiled)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """`(registers, bytes of local memory)` a thread, from the compiler's own tool (it comes with triton)."""
+def _read(compiled: Any) -> Compiled:
+    """By the compiler's own tool, which comes with triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", text.stdout)
-    assert found, text.stdout
-    return int(found[1]), int(found[2]) + int(found[3])
+        used, sass = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", used)
+    assert found, used
+    spilled = int(found[2]) + int(found[3])
+    return Compiled(int(found[1]), spilled, _spills_in_loops(sass), compiled.metadata.shared, compiled.asm["ptx"])
+
+
+def _spills_in_loops(sass: str) -> int:
+    """Loads and stores of spilled registers in the loops over tiles: the innermost ones that multiply."""
+    code = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.+?);", sass)}
+    loops: list[tuple[int, int]] = []
+    for at, text in code.items():  # (a wait's second try, out of line, comes back by a branch without a condition)
+        back = re.match(r"@!?U?P\d+ BRA.* 0x([0-9a-f]+)", text)
+        if back and int(back[1], 16) < at:
+            begin = int(back[1], 16)
+            inside = any(begin <= low and high <= at for low, high in loops)
+            if not inside and any(begin <= place <= at and "HGMMA" in text for place, text in code.items()):
+                loops.append((begin, at))
+    assert loops or "HGMMA" not in sass
+    return sum("LDL" in text or "STL" in text for at, text in code.items() if any(a <= at <= b for a, b in loops))

@@ -165,14 +165,13 @@ def test_softcap_and_dropout_match_dense_attention(doubles, layout, world_size, 
     assert all(double.launches for double in doubles)
 
 
-@pytest.mark.parametrize(("softcap", "consumers"), [(50.0, 3), (51.0, 2)])
+@pytest.mark.parametrize(("dtype", "consumers"), [(torch.bfloat16, 3), (torch.float16, 2)])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("dim", "v_dim"), [(128, 128), (96, 128), (128, 24)])
-def test_a_cap_that_bounds_scores_takes_blocks_of_192_queries_until_results_merge(
-    doubles, dim, v_dim, mask, softcap, consumers
-):
-    """In bf16, of which the interpreter makes no right products: forward, by doubles."""
-    q, k, v, *_ = random_inputs(2, 403, 4, dim, kv_heads=2, v_head_dim=v_dim, dtype=torch.bfloat16)
+def test_weights_in_bf16_take_blocks_of_192_queries(doubles, dim, v_dim, mask, dtype, consumers):
+    """Forward alone: in bf16 the interpreter makes no right products."""
+    softcap = 50.0
+    q, k, v, *_ = random_inputs(2, 403, 4, dim, kv_heads=2, v_head_dim=v_dim, dtype=dtype)
     scoring, halves = Scoring(dim**-0.5, softcap, sinks=SINKS), (Run(0, 1, 203), Run(203, 1, 200))
     out, lse = torch.full((2, 403, 4, v_dim), nan), torch.full((2, 4, 403), nan)
     total, before = Partial(out, lse), None
@@ -184,7 +183,7 @@ def test_a_cap_that_bounds_scores_takes_blocks_of_192_queries_until_results_merg
     expected = dense_attention(*whole, mask=MASKS[mask], softcap=softcap, sinks=SINKS.double())
     assert relative_error(out, expected[0]) <= 5e-3 and relative_error(lse, expected[1]) <= 1e-3
     first, second = (arguments for _, arguments in doubles[0].launches)
-    assert (first["CONSUMERS"], second["CONSUMERS"]) == (consumers, 2)
+    assert first["CONSUMERS"] == second["CONSUMERS"] == consumers
     for a in (first, second):
         low, high = a["blocks"][:, 4:].unbind(1)
         assert len(low) == a["n_blocks"] and (high - low).max() == 64 * a["CONSUMERS"]
