@@ -183,8 +183,8 @@ def _top_columns(p):
 
 @gluon.jit
 def _pack(p, dtype: gl.constexpr):
-    """[Q, K] -> [Q, K / 2]: weights rounded, two in an integer. (LLVM carries values of 16 bits from loop to loop one by
-    one, and packs and unpacks them in every step.)"""
+    """[Q, K] -> [Q, K / 2]: weights rounded, two in an integer. (LLVM carries values of 16 bits from loop to loop one
+    by one, and packs and unpacks them in every step.)"""
     even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     if dtype == gl.bfloat16:
         pairs = gl.inline_asm_elementwise(
