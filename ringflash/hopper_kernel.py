@@ -60,8 +60,6 @@ from .score import Scoring
 LOG2E = math.log2(math.e)
 NEG_INF = tl.constexpr(float("-inf"))
 ROWS = 64  # of queries in a warpgroup, forward
-SHORT_BLOCKS = 32  # of a head; MANY_PIECES of work a program: see `ways_to_share`
-MANY_PIECES = 12
 MOST_SCHEDULED = 2**16  # pieces, or programs backward that are ordered: the host takes up to 1 us for each, once
 JUMP = 512  # rows that nothing of a block sees, and yet it would visit, for which it ends before: some tiles
 PROGRAM_COST = 7  # what a program takes backward beside its tiles, in tiles
@@ -310,25 +308,23 @@ def _forward_launch(
     }
     # a ring leaves one to kernels that signal
     resident = count_multiprocessors(device) - (merges or out.dtype != q.dtype)
-    way = ways_to_share(n_work, n_blocks, resident, is_full=is_full)
+    way = ways_to_share(n_work, resident, is_full=is_full)
     programs = n_work if way == "grid" else min(n_work, resident)
     tensors = ("out", "lse", "out_before", "blocks", "seen", "sinks", "schedule", "words", "head_words")
     options = {"num_warps": 4, "maxnreg": tile.registers}
     return Launch(forward_kernel, (programs,), boxes, tensors, numbers, is_scheduled=way == "schedule", **options)
 
 
-def ways_to_share(n_work: int, n_blocks: int, resident: int, *, is_full: bool) -> Literal["turns", "schedule", "grid"]:
+def ways_to_share(n_work: int, resident: int, *, is_full: bool) -> Literal["turns", "schedule", "grid"]:
     """How programs of the forward kernel get their pieces of work, blocks of queries of one head each.
 
     As many programs as are `resident`, one a multiprocessor, load a piece beside the end of the one before. They take
-    "turns" where pieces are alike, else what a "schedule" gives them. That wants many pieces or short ones: of a few
-    long ones, no two take quite the time that was foreseen, and a program for each ("grid") balances better, as the GPU
-    gives them out when multiprocessors fall free.
+    "turns" where pieces are alike, else what a "schedule" gives them, unless there are more than a host should count:
+    then each piece has a program ("grid").
     """
     if is_full or n_work <= resident:
         return "turns"
-    many = n_blocks <= SHORT_BLOCKS or n_work >= MANY_PIECES * resident
-    return "schedule" if many and n_work <= MOST_SCHEDULED else "grid"
+    return "schedule" if n_work <= MOST_SCHEDULED else "grid"
 
 
 def share_out(lengths: Sequence[float], programs: int) -> list[list[int]]:
