@@ -31,8 +31,8 @@ and after them of the key rows.
 Note [Fixed pivot]. An online softmax subtracts from a row's scores the largest one so far, its *pivot*. So a tile's
 weights wait for its maximum, and when that is larger, what is summed is multiplied before the next product: a fifth of
 the time. But weights in bf16, and their sums in fp32, have the exponents of fp32: the pivot need not be the largest
-score, only near it. So where weights are bf16 a block starts with a full tile, of which every row sees all keys, and
-the pivot is FIXED behind it. (A block that has none, of short documents, has an online softmax.)
+score, only near it. So where weights are bf16 the pivot is FIXED behind the masked tiles and one full tile, of which
+every row has seen a key.
 
 - A sum above 2^64, for which a score must be 44 above all of those, may have overflowed. Then the block is not written,
   and its turn comes once more, with an online softmax in all tiles: see `_agree`. (A smaller sum overflows with values
@@ -99,24 +99,14 @@ def _load_block(blocks, block, TILE: gl.constexpr):
 
 @gluon.jit
 def _tile_at(i, tiles):
-    """The `i`-th tile to visit: a full one, of which every query sees all keys, if there is one; the masked ones after
-    the full part, those before it, and the other full ones; each from the end."""
+    """The `i`-th tile to visit: the masked ones after the full part, those before it, then the full ones; each from
+    the end."""
     first, full_first, full_stop, stop = tiles
     after = stop - full_stop
     masked = after + full_first - first
-    place = i - _lead(tiles)  # among the masked ones
-    full = full_stop - 1 - gl.where(place < 0, 0, i - masked)
     return gl.where(
-        (place < 0) | (place >= masked),
-        full,
-        gl.where(place < after, stop - 1 - place, full_first - 1 - (place - after)),
+        i < after, stop - 1 - i, gl.where(i < masked, full_first - 1 - (i - after), full_stop - 1 - (i - masked))
     )
-
-
-@gluon.jit
-def _lead(tiles):
-    """How many tiles come before the masked ones: 1, or 0 where none is full."""
-    return gl.minimum(tiles[2] - tiles[1], 1)
 
 
 @gluon.jit
@@ -239,13 +229,12 @@ def _start_out(pairs, v_s, stage, acc, BLOCK_K: gl.constexpr, BLOCK_DV: gl.const
 
 @gluon.jit
 def _step(
-    i, masked_stop, stages, tiles, q, k_s, v_s, words_s, barriers, state, zero, seen_first, seen_count, scale_log2,
+    i, n_masked, stages, tiles, q, k_s, v_s, words_s, barriers, state, zero, seen_first, seen_count, scale_log2,
     cap_scale, row_words, drop_below,
     WHO: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """The scores of tile `i` start, then P V of the tile before; the softmax of tile `i` runs beside that product.
-    (Behind the first one) tiles up to `masked_stop` are masked."""
+    """The scores of tile `i` start, then P V of the tile before; the softmax of tile `i` runs beside that product."""
     k_full, v_full, free = barriers
     acc, pairs, row_max, row_sum = state
     stage, phase, before, phase_before = stages
@@ -260,7 +249,7 @@ def _step(
     scores = warpgroup_mma_wait(1, deps=[scores])
     if cap_scale is not None:
         scores = _cap(scores, cap_scale)
-    if i < masked_stop:
+    if i < n_masked:
         scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
     p, rescale, row_max = _softmax(scores, row_max, scale_log2)
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
@@ -277,12 +266,11 @@ def _step(
 
 @gluon.jit
 def _step_fixed(
-    i, masked_stop, stages, tiles, q, k_s, v_s, words_s, barriers, state, zero, seen_first, seen_count, pivot,
-    scale_log2, cap_scale, row_words, drop_below,
+    stages, q, k_s, v_s, words_s, barriers, state, zero, pivot, scale_log2, cap_scale, row_words, drop_below,
     WHO: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """`_step` where the pivot is FIXED."""
+    """`_step` of a full tile where the pivot is FIXED."""
     k_full, v_full, free = barriers
     acc, pairs, row_sum, row_top = state
     stage, phase, before, phase_before = stages
@@ -297,8 +285,6 @@ def _step_fixed(
     scores = warpgroup_mma_wait(1, deps=[scores])
     if cap_scale is not None:
         scores = _cap(scores, cap_scale)
-    if i < masked_stop:
-        scores = _mask(scores, _tile_at(i, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
     p = gl.exp2(scores * scale_log2 - pivot[:, None])
     row_sum += _add_columns(p)
     if words_s is not None:
@@ -426,6 +412,19 @@ def _attend_block(
     n_tiles = stop - first
     n_masked = n_tiles - (full_stop - full_first)
 
+    skipped = 0  # of the last tiles, which come first: nothing of them is seen by these rows, as others of the block do
+    if seen is not None:
+        last_row = gl.maximum(gl.minimum(first_row + ROWS, end_row) - 1, 0)
+        unseen = stop - (gl.load(seen + n_q + last_row) + BLOCK_K - 1) // BLOCK_K
+        skipped = gl.maximum(gl.minimum(gl.minimum(unseen, stop - full_stop), n_tiles - 1), 0)
+    for _ in range(skipped):
+        mbarrier.wait(k_full.index(stage), phase)
+        if PINGPONG:
+            _wait_turn(WHO)
+            _give_turn((WHO + 1) % CONSUMERS)
+        mbarrier.arrive(free.index(stage))
+        stage, phase = _next_stage(stage, phase, STAGES)
+
     # the first tile: scores and softmax alone
     q = q_s.index(WHO).reshape([ROWS, BLOCK_D])
     mbarrier.wait(q_full.index(WHO), q_phase)
@@ -445,7 +444,7 @@ def _attend_block(
         mbarrier.arrive(free.index(stage))
     if cap_scale is not None:
         scores = _cap(scores, cap_scale)
-    scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
+    scores = _mask(scores, _tile_at(skipped, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
     p, rescale, row_max = _softmax(scores, row_max, scale_log2)
     row_sum = _add_columns(p)
@@ -459,14 +458,13 @@ def _attend_block(
     before = stage
     phase_before = phase
     stage, phase = _next_stage(stage, phase, STAGES)
-    masked_stop = n_masked + _lead(tiles)
     n_online = n_tiles
     if FIXED:
-        n_online = gl.where(online | (_lead(tiles) == 0), n_tiles, 1)
+        n_online = gl.where(online, n_tiles, gl.minimum(n_masked + 1, n_tiles))
     state = (acc, pairs, row_max, row_sum)
-    for i in range(1, n_online):
+    for i in range(skipped + 1, n_online):
         state = _step(
-            i, masked_stop, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
+            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
             state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words, drop_below,
             WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
         )  # fmt: skip
@@ -478,11 +476,10 @@ def _attend_block(
     if FIXED:
         one = gl.full(row_sum.shape, 1.0, gl.float32, row_sum.type.layout)  # the pivot's own weight
         state = (acc, pairs, row_sum, one.to(gl.int32, bitcast=True))
-        for i in range(n_online, n_tiles):
+        for _ in range(gl.maximum(skipped + 1, n_online), n_tiles):
             state = _step_fixed(
-                i, masked_stop, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s,
-                (k_full, v_full, free), state, zero, seen_first, seen_count, row_max, scale_log2, cap_scale, row_words,
-                drop_below,
+                (stage, phase, before, phase_before), q, k_s, v_s, words_s, (k_full, v_full, free), state, zero,
+                row_max, scale_log2, cap_scale, row_words, drop_below,
                 WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
             )  # fmt: skip
             before = stage
