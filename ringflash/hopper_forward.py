@@ -412,16 +412,14 @@ def _attend_block(
     n_tiles = stop - first
     n_masked = n_tiles - (full_stop - full_first)
 
-    skipped = 0  # of the last tiles, which come first: nothing of them is seen by these rows, as others of the block do
-    if seen is not None:
+    # the last tiles come first; consumers of a block's first rows see nothing of some of those
+    skipped = 0
+    if seen is not None and not PINGPONG:
         last_row = gl.maximum(gl.minimum(first_row + ROWS, end_row) - 1, 0)
         unseen = stop - (gl.load(seen + n_q + last_row) + BLOCK_K - 1) // BLOCK_K
         skipped = gl.maximum(gl.minimum(gl.minimum(unseen, stop - full_stop), n_tiles - 1), 0)
     for _ in range(skipped):
-        mbarrier.wait(k_full.index(stage), phase)
-        if PINGPONG:
-            _wait_turn(WHO)
-            _give_turn((WHO + 1) % CONSUMERS)
+        mbarrier.wait(k_full.index(stage), phase)  # else this might arrive for the tile before in that stage
         mbarrier.arrive(free.index(stage))
         stage, phase = _next_stage(stage, phase, STAGES)
 
