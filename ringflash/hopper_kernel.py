@@ -60,6 +60,7 @@ from .score import Scoring
 LOG2E = math.log2(math.e)
 NEG_INF = tl.constexpr(float("-inf"))
 ROWS = 64  # of queries in a warpgroup, forward
+SHORT_KEYS = 8192  # of a launch: masks that are not full take smaller blocks of queries
 MOST_SCHEDULED = 2**16  # pieces, or programs backward that are ordered: the host takes up to 1 us for each, once
 JUMP = 512  # rows that nothing of a block sees, and yet it would visit, for which it ends before: some tiles
 PROGRAM_COST = 7  # what a program takes backward beside its tiles, in tiles
@@ -175,13 +176,14 @@ class BackwardTile:
 
 
 @lru_cache
-def forward_tile(head_dim: int, v_dim: int, *, is_fixed: bool = False) -> ForwardTile:
-    """The forward tile for head dims up to 256. A third consumer, which the registers of tiles of 64 keys allow, pays
-    where the pivot is fixed: hopper_forward.py, Note [Fixed pivot]."""
+def forward_tile(head_dim: int, v_dim: int, *, is_fixed: bool = False, is_short: bool = False) -> ForwardTile:
+    """The forward tile for head dims up to 256. Where the pivot is fixed (hopper_forward.py, Note [Fixed pivot]) a third
+    consumer, which the registers of tiles of 64 keys allow, is faster, but for what blocks of 192 queries waste on masks.
+    """
     dims = _padded(head_dim), _padded(v_dim)
     if max(dims) == 64:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=3, q_in_registers=False, pingpong=True)
-    if max(dims) == 128 and is_fixed:
+    if max(dims) == 128 and is_fixed and not is_short:
         return ForwardTile(*dims, block_k=64, stages=4, consumers=3, q_in_registers=False, pingpong=False)
     if max(dims) == 128:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=2, q_in_registers=True, pingpong=True)
@@ -229,13 +231,22 @@ def forward(
     device, kinds = q.device, (Kind.of(q), Kind.of(k), Kind.of(v), Kind.of(into.out))
     sinks = scoring.sinks if before is None else None
     score, merges, in_place = _ScoreNumbers.of(scoring), before is not None, before is into.out
-    tile = forward_tile(q.shape[3], v.shape[3], is_fixed=v.dtype == torch.bfloat16)
+    tile = _forward_tile_of(kinds[0], kinds[1], kinds[2], visit.mask.is_full)
     n_blocks = visit.query_blocks(tile.block_q, JUMP).shape[0]  # `len` takes 2 us
     launch = _forward_launch(*kinds, n_blocks, visit.mask.is_full, sinks is not None, score, merges, in_place, device)
     if launch is None or are_odd(q, k, v):
         return forward(aligned(q), aligned(k), aligned(v), visit, scoring, into, before)
     blocks, seen, schedule, words = _forward_tables(launch, visit, device)
     launch(q, k, v, into.out, into.lse, before, blocks, seen, sinks, schedule, words, scoring.head_words)
+
+
+def _is_fixed(v: Kind) -> bool:
+    return v.dtype == torch.bfloat16
+
+
+def _forward_tile_of(q: Kind, k: Kind, v: Kind, is_full: bool) -> ForwardTile:
+    is_short = not is_full and k.shape[1] <= SHORT_KEYS
+    return forward_tile(q.shape[3], v.shape[3], is_fixed=_is_fixed(v), is_short=is_short)
 
 
 @stay_in_graphs
@@ -267,8 +278,7 @@ def _forward_launch(
     """A launch of `forward_kernel`, by all that its form depends on; `None` where q, k or v is not aligned."""
     if not are_aligned(q, k, v):
         return None
-    is_fixed = v.dtype == torch.bfloat16
-    tile = forward_tile(q.shape[3], v.shape[3], is_fixed=is_fixed)
+    tile = _forward_tile_of(q, k, v, is_full)
     n_batches, n_q, n_heads, _ = q.shape
     _, n_k, kv_heads, v_dim = v.shape
     n_work = n_batches * n_heads * n_blocks
@@ -299,7 +309,7 @@ def _forward_launch(
         "IN_PLACE": in_place,
         "Q_IN_REGISTERS": tile.q_in_registers,
         "PINGPONG": tile.pingpong,
-        "FIXED": is_fixed,
+        "FIXED": _is_fixed(v),
     }
     boxes = {
         "q_desc": _descriptor(q, ROWS, tile.block_d),

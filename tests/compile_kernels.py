@@ -167,13 +167,15 @@ def compile_hopper(
     softcap: bool = False,
     dropout: bool = False,
     ordered: bool = False,
+    short: bool = False,
 ) -> Compiled:
     """Compile the Hopper kernel "forward" or "backward" for what its launcher passes; options as `compile_kernel`.
 
-    `ordered`: where programs start in an order of their own, as a long document after a short one wants it.
+    `ordered`: where programs start in an order of their own, as a long document after a short one wants it. `short`: as
+    few keys take, forward.
     """
     sums = torch.float32 if accumulate else dtype
-    rows = 384
+    rows = 384 if short or kernel == "backward" else hopper_kernel.SHORT_KEYS + 384
     q, k = (torch.zeros(2, rows, heads, dim, dtype=dtype) for heads in (4, 2))
     v, dout = (torch.zeros(2, rows, heads, dim if v_dim is None else v_dim, dtype=dtype) for heads in (2, 4))
     running = dout.to(sums)

@@ -165,11 +165,15 @@ def test_softcap_and_dropout_match_dense_attention(doubles, layout, world_size, 
     assert all(double.launches for double in doubles)
 
 
-@pytest.mark.parametrize(("dtype", "consumers"), [(torch.bfloat16, 3), (torch.float16, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("dim", "v_dim"), [(128, 128), (96, 128), (128, 24)])
-def test_weights_in_bf16_take_blocks_of_192_queries(doubles, dim, v_dim, mask, dtype, consumers):
+@pytest.mark.parametrize("limit", [199, 200])
+def test_weights_in_bf16_take_blocks_of_192_queries_but_under_a_mask_of_few_keys(
+    doubles, monkeypatch, dim, v_dim, mask, dtype, limit
+):
     """Forward alone: in bf16 the interpreter makes no right products."""
+    monkeypatch.setattr(hopper_kernel, "SHORT_KEYS", limit)
     softcap = 50.0
     q, k, v, *_ = random_inputs(2, 403, 4, dim, kv_heads=2, v_head_dim=v_dim, dtype=dtype)
     scoring, halves = Scoring(dim**-0.5, softcap, sinks=SINKS), (Run(0, 1, 203), Run(203, 1, 200))
@@ -183,7 +187,9 @@ def test_weights_in_bf16_take_blocks_of_192_queries(doubles, dim, v_dim, mask, d
     expected = dense_attention(*whole, mask=MASKS[mask], softcap=softcap, sinks=SINKS.double())
     assert relative_error(out, expected[0]) <= 5e-3 and relative_error(lse, expected[1]) <= 1e-3
     first, second = (arguments for _, arguments in doubles[0].launches)
-    assert first["CONSUMERS"] == second["CONSUMERS"] == consumers
+    for a, keys in ((first, 203), (second, 200)):
+        few = mask != "full" and keys <= limit
+        assert a["CONSUMERS"] == (3 if dtype == torch.bfloat16 and not few else 2)
     for a in (first, second):
         low, high = a["blocks"][:, 4:].unbind(1)
         assert len(low) == a["n_blocks"] and (high - low).max() == 64 * a["CONSUMERS"]
