@@ -34,9 +34,9 @@ the time. But weights in bf16, and their sums in fp32, have the exponents of fp3
 score, only near it. So where weights are bf16 the pivot is FIXED behind the masked tiles and one full tile, of which
 every row has seen a key.
 
-- A sum above 2^64, for which a score must be 44 above all of those, may have overflowed. Then the block is not written,
-  and its turn comes once more, with an online softmax in all tiles: see `_agree`. (A smaller sum overflows with values
-  above 9e18.)
+- A sum above 2^64, for which a score must be 44 above all of those, or 65,536 of them 33, may have overflowed. (So may
+  the product with values above 1.8e19.) Then, and where a sum is not a number, the block is not written, and its turn
+  comes once more, with an online softmax in all tiles, whatever comes out: see `_agree`.
 - In an online softmax the largest weight is 1, which rounding to bf16 leaves as it is. So where one key has nearly all
   of the weight, the output is that key's value. Over a fixed pivot it may be any number. So `row_top` keeps the largest
   one of each thread, and the output is divided by a sum in which these are rounded, as they are in the product. `lse`
@@ -412,17 +412,6 @@ def _attend_block(
     n_tiles = stop - first
     n_masked = n_tiles - (full_stop - full_first)
 
-    # the last tiles come first; consumers of a block's first rows see nothing of some of those
-    skipped = 0
-    if seen is not None and not PINGPONG:
-        last_row = gl.maximum(gl.minimum(first_row + ROWS, end_row) - 1, 0)
-        unseen = stop - (gl.load(seen + n_q + last_row) + BLOCK_K - 1) // BLOCK_K
-        skipped = gl.maximum(gl.minimum(gl.minimum(unseen, stop - full_stop), n_tiles - 1), 0)
-    for _ in range(skipped):
-        mbarrier.wait(k_full.index(stage), phase)  # else this might arrive for the tile before in that stage
-        mbarrier.arrive(free.index(stage))
-        stage, phase = _next_stage(stage, phase, STAGES)
-
     # the first tile: scores and softmax alone
     q = q_s.index(WHO).reshape([ROWS, BLOCK_D])
     mbarrier.wait(q_full.index(WHO), q_phase)
@@ -442,7 +431,7 @@ def _attend_block(
         mbarrier.arrive(free.index(stage))
     if cap_scale is not None:
         scores = _cap(scores, cap_scale)
-    scores = _mask(scores, _tile_at(skipped, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
+    scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
     p, rescale, row_max = _softmax(scores, row_max, scale_log2)
     row_sum = _add_columns(p)
@@ -460,7 +449,7 @@ def _attend_block(
     if FIXED:
         n_online = gl.where(online, n_tiles, gl.minimum(n_masked + 1, n_tiles))
     state = (acc, pairs, row_max, row_sum)
-    for i in range(skipped + 1, n_online):
+    for i in range(1, n_online):
         state = _step(
             i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
             state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words, drop_below,
@@ -474,7 +463,7 @@ def _attend_block(
     if FIXED:
         one = gl.full(row_sum.shape, 1.0, gl.float32, row_sum.type.layout)  # the pivot's own weight
         state = (acc, pairs, row_sum, one.to(gl.int32, bitcast=True))
-        for _ in range(gl.maximum(skipped + 1, n_online), n_tiles):
+        for _ in range(n_online, n_tiles):
             state = _step_fixed(
                 (stage, phase, before, phase_before), q, k_s, v_s, words_s, (k_full, v_full, free), state, zero,
                 row_max, scale_log2, cap_scale, row_words, drop_below,
@@ -499,8 +488,8 @@ def _attend_block(
         rounding = gl.sum(top.to(v_s.dtype).to(gl.float32) - top, 1)
         rounding = gl.convert_layout(rounding, gl.SliceLayout(1, o_layout))
         rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o_layout))
-        failed = gl.max(((rows < end_row) & (row_sum > LARGEST_SUM)).to(gl.int32), 0)
-        writes = writes & (failed == 0)
+        failed = gl.max(gl.where((row_sum <= LARGEST_SUM) | (rows >= end_row), 0, 1), 0)
+        writes = writes & (online | (failed == 0))
     if writes:
         _write(
             acc, row_max, row_sum, rounding, out, lse, out_before, sinks, keep_scale, head, first_row, end_row,

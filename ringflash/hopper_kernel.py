@@ -178,8 +178,8 @@ class BackwardTile:
 @lru_cache
 def forward_tile(head_dim: int, v_dim: int, *, is_fixed: bool = False, is_short: bool = False) -> ForwardTile:
     """The forward tile for head dims up to 256. Where the pivot is fixed (hopper_forward.py, Note [Fixed pivot]) a
-    third consumer, which the registers of tiles of 64 keys allow, makes it faster, if it is long: blocks of 192 queries
-    waste more on masks."""
+    third consumer, which the registers of tiles of 64 keys allow, makes it faster; but blocks of 192 queries waste more
+    on masks, which shows where few keys are seen."""
     dims = _padded(head_dim), _padded(v_dim)
     if max(dims) == 64:
         return ForwardTile(*dims, block_k=128, stages=2, consumers=3, q_in_registers=False, pingpong=True)

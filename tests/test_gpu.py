@@ -176,10 +176,35 @@ def far_apart(inputs: Inputs, how: str) -> Inputs:
 FAR = ["growing", "a few keys of a head", "every fiftieth key"]
 
 
+@pytest.fixture(params=[0, 2**31], ids=["blocks of 192", "blocks of 128"])
+def blocks_of_queries(request, monkeypatch) -> Iterator[None]:
+    """Of the forward kernel in bf16 at head dim 128, under masks: of long passes, and of short ones."""
+    from ringflash import hopper_kernel
+
+    monkeypatch.setattr(hopper_kernel, "SHORT_KEYS", request.param)
+    hopper_kernel._forward_launch.cache_clear()
+    yield
+    hopper_kernel._forward_launch.cache_clear()
+
+
+@pytest.mark.parametrize("seq_len", [777, 2049])
+@pytest.mark.parametrize("limits", ["none", "window", "documents"])
+def test_blocks_of_either_size_are_as_right_under_every_mask(blocks_of_queries, seq_len, limits):
+    options: dict[str, Any] = {
+        "none": {},
+        "window": {"window": (300, 100)},
+        "documents": {"cu_seqlens": (0, 1, 250, seq_len)},
+    }[limits]
+    inputs = cuda_inputs(1, seq_len, 4, 128, kv_heads=2)
+    for causal in (True, False):
+        found = errors(attend(inputs, causal=causal, **options), dense(inputs, causal=causal, **options))
+        assert max(found.values()) <= 4e-3 and found["lse"] < 1e-6, found
+
+
 @pytest.mark.parametrize("how", FAR)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_scores_far_above_those_before_are_no_more_wrong_than_by_flash_attention_2(dim, causal, how):
+def test_scores_far_above_those_before_are_no_more_wrong_than_by_flash_attention_2(blocks_of_queries, dim, causal, how):
     from ringflash import local_kernel
 
     inputs = far_apart(cuda_inputs(2, 2049, 4, dim, kv_heads=4), how)
