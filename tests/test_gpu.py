@@ -193,7 +193,7 @@ def test_blocks_of_either_size_are_as_right_under_every_mask(blocks_of_queries, 
     options: dict[str, Any] = {
         "none": {},
         "window": {"window": (300, 100)},
-        "documents": {"cu_seqlens": (0, 1, 250, seq_len)},
+        "documents": {"cu_seqlens": torch.tensor([0, 1, 250, seq_len])},
     }[limits]
     inputs = cuda_inputs(1, seq_len, 4, 128, kv_heads=2)
     for causal in (True, False):
