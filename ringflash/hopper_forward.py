@@ -187,14 +187,10 @@ def _pack(p, dtype: gl.constexpr):
     by one, and packs and unpacks them in every step.)"""
     even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     if dtype == gl.bfloat16:
-        pairs = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
+        ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     else:
-        pairs = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
-    return pairs
+        ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ROUND, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -211,6 +207,14 @@ def _next_stage(stage, phase, STAGES: gl.constexpr):
     """The stage after this one, and its phase: which of its uses the barriers count, 0 or 1."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _advance(stages, STAGES: gl.constexpr):
+    """`(stage, phase, before, phase_before)` of the tile after this one."""
+    stage, phase, _, _ = stages
+    next_stage, next_phase = _next_stage(stage, phase, STAGES)
+    return next_stage, next_phase, stage, phase
 
 
 @gluon.jit
@@ -336,7 +340,7 @@ def _write(
     ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, DV: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
     """Normalise, with the sink as one more key, of value 0, where there are sinks; and merge with what the visits
-    before this one left, if any. See merge.py. `rounding` is that of the largest weight, where the pivot is FIXED."""
+    before this one left, if any. See merge.py. `rounding` is that of the largest weights, where the pivot is FIXED."""
     rescale = 1.0
     if sinks is not None:
         sink = gl.load(sinks + head) * LOG2E
@@ -393,7 +397,8 @@ def _attend_block(
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """ROWS queries against all tiles, which are at least one. Returns the stage and phase that come next, and whether
-    sums may have overflowed. With `online` softmax in all tiles, also where the pivot is FIXED. If it `writes`."""
+    sums may have overflowed: then, and where it is not to, it `writes` nothing. `online`: the softmax in all tiles,
+    also where the pivot is FIXED, and what comes out is written."""
     q_s, k_s, v_s, words_s, _ = buffers
     q_full, q_empty, k_full, v_full, free, _ = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -442,22 +447,18 @@ def _attend_block(
     pairs = _pack(p, v_s.dtype)
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
-    before = stage
-    phase_before = phase
-    stage, phase = _next_stage(stage, phase, STAGES)
+    stages = _advance((stage, phase, stage, phase), STAGES)
     n_online = n_tiles
     if FIXED:
         n_online = gl.where(online, n_tiles, gl.minimum(n_masked + 1, n_tiles))
     state = (acc, pairs, row_max, row_sum)
     for i in range(1, n_online):
         state = _step(
-            i, n_masked, (stage, phase, before, phase_before), tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
+            i, n_masked, stages, tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
             state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words, drop_below,
             WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
         )  # fmt: skip
-        before = stage
-        phase_before = phase
-        stage, phase = _next_stage(stage, phase, STAGES)
+        stages = _advance(stages, STAGES)
     acc, pairs, row_max, row_sum = state
     row_top = None
     if FIXED:
@@ -465,14 +466,13 @@ def _attend_block(
         state = (acc, pairs, row_sum, one.to(gl.int32, bitcast=True))
         for _ in range(n_online, n_tiles):
             state = _step_fixed(
-                (stage, phase, before, phase_before), q, k_s, v_s, words_s, (k_full, v_full, free), state, zero,
+                stages, q, k_s, v_s, words_s, (k_full, v_full, free), state, zero,
                 row_max, scale_log2, cap_scale, row_words, drop_below,
                 WHO, BLOCK_K, BLOCK_D, BLOCK_DV, CONSUMERS, PINGPONG, s_layout, o_layout,
             )  # fmt: skip
-            before = stage
-            phase_before = phase
-            stage, phase = _next_stage(stage, phase, STAGES)
+            stages = _advance(stages, STAGES)
         acc, pairs, row_sum, row_top = state
+    stage, phase, before, phase_before = stages
     if not Q_IN_REGISTERS:
         mbarrier.arrive(q_empty.index(WHO))
     mbarrier.wait(v_full.index(before), phase_before)
@@ -607,9 +607,8 @@ def _producer(
                 work = _take_work(schedule, turn)
                 batch, head, kv_head, block = _find_work(work, n_blocks, n_heads, heads_per_kv, heads_together)
                 low, high, tiles, nothing = _load_block(blocks, block, BLOCK_K)
-                if ((todo >> turn % GROUP & 1) != 0) & (
-                    not IN_PLACE or not nothing
-                ):  # else it would merge the identity
+                bit = 1 << turn % GROUP
+                if ((todo & bit) != 0) & (not IN_PLACE or not nothing):  # else it would merge the identity
                     first, full_first, full_stop, stop = tiles
                     n_tiles = stop - first
                     for who in gl.static_range(CONSUMERS):
