@@ -49,6 +49,7 @@ from .hopper_forward import _cap, _layout_of_rows, _load_block, _next_stage
 LOG2E = gl.constexpr(math.log2(math.e))
 NUMBERS = ["n_q", "n_k", "n_blocks", "n_tiles_q", "kv_heads", "kv_together", "heads_per_kv", "first_head", "heads"]
 NUMBERS += ["drop_below"]
+STAGGER = gl.constexpr(5)  # tiles between the first ones of neighbouring blocks under a full mask
 NOWHERE = gl.constexpr(2**31 - 1)  # past the end of all keys
 HIDDEN = gl.constexpr(-1e18)  # a capped score of what is not seen: its weight is 0, its derivative is not infinite
 
@@ -108,10 +109,28 @@ def _rows_of_block(low, high, ROWS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _next_tile(tile, place, first, stop, n_tiles_q):
-    """The tile after this one of the same head, else the first of the next head; `place` counts over all heads."""
-    last = tile == stop - 1
-    return gl.where(last, first, tile + 1), gl.where(last, place + n_tiles_q - (stop - first) + 1, place + 1)
+def _start_at(block, first, stop, HAS_TABLE: gl.constexpr):
+    """The tile that a block meets first: under the full mask, which sees all, blocks would add to the same dQ at once."""
+    start = first
+    if not HAS_TABLE:
+        start += block * STAGGER % (stop - first)
+    return start
+
+
+@gluon.jit
+def _next_tile(tile, place, first, stop, start, n_tiles_q):
+    """The tile after this one, by turns from `start` on, in the next head where they are through; `place` counts over
+    all heads."""
+    after = gl.where(tile == stop - 1, first, tile + 1)
+    place += after - tile
+    return after, gl.where(after == start, place + n_tiles_q, place)
+
+
+@gluon.jit
+def _stage_after(stage, phase, is_last, STAGES: gl.constexpr):
+    """The next stage, and which use of it; behind the last step the same, which is there: nobody needs its scores."""
+    after, phase_after = _next_stage(stage, phase, STAGES)
+    return gl.where(is_last, stage, after), gl.where(is_last, phase, phase_after)
 
 
 @gluon.jit
@@ -191,38 +210,58 @@ def _start_dq(ds, k_s, zero_dq, WHO: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_
 
 
 @gluon.jit
-def _step(
-    stages, masked, place_before, buffers, barriers, dk, dv, dq, key, n_k, scale_log2, cap_scale, key_words, drop_below,
-    zero_dq, zero_scores,
-    WHO: gl.constexpr, FIRST: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    s_layout: gl.constexpr, dk_layout: gl.constexpr, dv_layout: gl.constexpr, dq_layout: gl.constexpr,
+def _start_scores(
+    stage, phase, buffers, barriers, cap_scale, zero_scores,
+    WHO: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: adds to dK and dV, leaves its dS, and adds dQ of the tile before it, unless it is FIRST."""
-    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s = buffers
-    _, q_full, dout_full, ds_full, free = barriers
-    stage, phase, slot, slot_phase, slot_before, slot_phase_before = stages
+    """A warpgroup's half of a tile's scores, as soon as its queries are there: [K, D] @ [D, Q] -> [K, Q]."""
+    k_s, _, q_s, _, _, lse_s, _, _, _, _ = buffers
+    _, q_full, _, _, _ = barriers
     KEYS: gl.constexpr = BLOCK_K // 2
-    DQ_ROWS: gl.constexpr = 64
-    DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
-    UNSEEN: gl.constexpr = float("-inf") if cap_scale is None else HIDDEN
     at = 0 if cap_scale is None else _zero(stage)
     k_mine = k_s.index(at).reshape([BLOCK_K, BLOCK_D]).slice(WHO * KEYS, KEYS, 0)
-    v_mine = v_s.index(at).reshape([BLOCK_K, BLOCK_DV]).slice(WHO * KEYS, KEYS, 0)
     q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
-    dout_tile = dout_s.index(stage).reshape([BLOCK_Q, BLOCK_DV])
     mbarrier.wait(q_full.index(stage), phase)
-    if cap_scale is None:  # [K, D] @ [D, Q] -> [K, Q]
+    if cap_scale is None:
         minus_lse = lse_s.index(stage).load(gl.SliceLayout(0, s_layout))
         scores = minus_lse[None, :].broadcast_to([KEYS, BLOCK_Q])
         scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), scores, is_async=True)
     else:
         scores = warpgroup_mma(k_mine, q_tile.permute((1, 0)), zero_scores, use_acc=False, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _step(
+    stages, masked, place_before, buffers, barriers, dk, dv, dq, scores, key, n_k, scale_log2, cap_scale, key_words,
+    drop_below, zero_dq, zero_scores,
+    WHO: gl.constexpr, FIRST: gl.constexpr, AHEAD: gl.constexpr, WITH_DQ: gl.constexpr, HAS_TABLE: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    s_layout: gl.constexpr, dk_layout: gl.constexpr, dv_layout: gl.constexpr, dq_layout: gl.constexpr,
+):  # fmt: skip
+    """One tile of queries: adds to dK and dV, leaves its dS, and adds dQ of the tile before it, unless it is FIRST.
+    AHEAD, `scores` are there, and those of the tile after it are returned."""
+    k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s = buffers
+    _, _, dout_full, ds_full, free = barriers
+    stage, phase, stage_after, phase_after, slot, slot_phase, slot_before, slot_phase_before = stages
+    KEYS: gl.constexpr = BLOCK_K // 2
+    DQ_ROWS: gl.constexpr = 64
+    DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
+    UNSEEN: gl.constexpr = float("-inf") if cap_scale is None else HIDDEN
+    at = 0 if cap_scale is None else _zero(stage)
+    v_mine = v_s.index(at).reshape([BLOCK_K, BLOCK_DV]).slice(WHO * KEYS, KEYS, 0)
+    q_tile = q_s.index(stage).reshape([BLOCK_Q, BLOCK_D])
+    dout_tile = dout_s.index(stage).reshape([BLOCK_Q, BLOCK_DV])
+    if not AHEAD:
+        scores = _start_scores(
+            stage, phase, buffers, barriers, cap_scale, zero_scores, WHO, BLOCK_Q, BLOCK_K, BLOCK_D, s_layout
+        )
     mbarrier.wait(dout_full.index(stage), phase)
     minus_delta = delta_s.index(stage).load(gl.SliceLayout(0, s_layout))
     dp = minus_delta[None, :].broadcast_to([KEYS, BLOCK_Q])
     dp = warpgroup_mma(v_mine, dout_tile.permute((1, 0)), dp, is_async=True)  # [K, DV] @ [DV, Q] -> [K, Q]
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    if not AHEAD:
+        scores = warpgroup_mma_wait(1, deps=[scores])
     if cap_scale is not None:
         scores = _cap(scores, cap_scale)
     if masked:
@@ -259,19 +298,30 @@ def _step(
         fence_async_shared()
         mbarrier.arrive(ds_full.index(slot))
     ds_narrow = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
-    if FIRST or not WITH_DQ:
-        dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)  # [K, Q] @ [Q, D] -> [K, D]
-        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-    else:
+    ADDS_DQ: gl.constexpr = WITH_DQ and not FIRST
+    if ADDS_DQ:
         mbarrier.wait(ds_full.index(slot_before), slot_phase_before)
         k_all = k_s.index(_zero(stage)).reshape([BLOCK_K, BLOCK_D])
         dq_tile = _start_dq(ds_s.index(slot_before), k_all, zero_dq, WHO, BLOCK_Q, BLOCK_D)
-        dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)
+    dk = warpgroup_mma(ds_narrow, q_tile, dk, is_async=True)  # [K, Q] @ [Q, D] -> [K, D]
+    if ADDS_DQ:
         dv, dq_tile = warpgroup_mma_wait(1, deps=[dv, dq_tile])
+    else:
+        dv = warpgroup_mma_wait(1, deps=[dv])
+    if AHEAD:
+        scores = _start_scores(
+            stage_after, phase_after, buffers, barriers, cap_scale, zero_scores,
+            WHO, BLOCK_Q, BLOCK_K, BLOCK_D, s_layout,
+        )  # fmt: skip
+    if ADDS_DQ:
         _add_tile(dq + place_before.to(gl.int64) * (BLOCK_Q * BLOCK_D), dq_tile, DQ_ROWS, DQ_COLS, dq_layout)
-        dk = warpgroup_mma_wait(0, deps=[dk])
+    dk = warpgroup_mma_wait(1 if AHEAD else 0, deps=[dk])
     mbarrier.arrive(free.index(stage))
-    return dk, dv
+    if AHEAD:  # none is under way from one step to the next: ptxas would let each product wait for the one before
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    else:
+        scores = zero_scores
+    return dk, dv, scores
 
 
 @gluon.jit
@@ -309,6 +359,7 @@ def _consumer(
     DQ_ROWS: gl.constexpr = 64
     DQ_COLS: gl.constexpr = BLOCK_D * BLOCK_Q // 128
     SLOTS: gl.constexpr = STAGES + 1
+    AHEAD: gl.constexpr = BLOCK_Q == 64 and cap_scale is None
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -326,32 +377,43 @@ def _consumer(
         key_words = gl.load(words + key, mask=key < n_k, other=0)
     if WITH_DQ:
         dq += WHO * (DQ_ROWS * DQ_COLS)
-    first, full_first, full_stop, stop = tiles
-    tile = first
-    place = first_head * n_tiles_q + first
+    first, full_first, full_stop, stop, start = tiles
+    tile = start
+    place = first_head * n_tiles_q + start
+    steps = heads * (stop - first)
     mbarrier.wait(kv_full.index(0), 0)
-    dk, dv = _step(
-        (0, 0, 0, 0, 0, 0), (tile < full_first) | (tile >= full_stop), place,
-        buffers, barriers, dk, dv, dq, key, n_k, scale_log2, cap_scale, key_words, drop_below, zero_dq, zero_scores,
-        WHO, True, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
+    scores = zero_scores
+    if AHEAD:
+        scores = _start_scores(
+            0, 0, buffers, barriers, cap_scale, zero_scores, WHO, BLOCK_Q, BLOCK_K, BLOCK_D, s_layout
+        )
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    stage_after, phase_after = _stage_after(0, 0, AHEAD and steps == 1, STAGES)
+    dk, dv, scores = _step(
+        (0, 0, stage_after, phase_after, 0, 0, 0, 0), (tile < full_first) | (tile >= full_stop), place,
+        buffers, barriers, dk, dv, dq, scores, key, n_k, scale_log2, cap_scale, key_words,
+        drop_below, zero_dq, zero_scores,
+        WHO, True, AHEAD, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
         s_layout, dk_layout, dv_layout, dq_layout,
     )  # fmt: skip
-    stage, phase = _next_stage(0, 0, STAGES)
     slot = 1
     slot_phase = 0
     slot_before = 0
     slot_phase_before = 0
-    for _ in range(1, heads * (stop - first)):
+    for step in range(1, steps):
         place_before = place
-        tile, place = _next_tile(tile, place, first, stop, n_tiles_q)
-        dk, dv = _step(
-            (stage, phase, slot, slot_phase, slot_before, slot_phase_before),
+        tile, place = _next_tile(tile, place, first, stop, start, n_tiles_q)
+        stage = stage_after
+        phase = phase_after
+        stage_after, phase_after = _stage_after(stage, phase, AHEAD and step == steps - 1, STAGES)
+        dk, dv, scores = _step(
+            (stage, phase, stage_after, phase_after, slot, slot_phase, slot_before, slot_phase_before),
             (tile < full_first) | (tile >= full_stop), place_before,
-            buffers, barriers, dk, dv, dq, key, n_k, scale_log2, cap_scale, key_words, drop_below, zero_dq, zero_scores,
-            WHO, False, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
+            buffers, barriers, dk, dv, dq, scores, key, n_k, scale_log2, cap_scale, key_words,
+            drop_below, zero_dq, zero_scores,
+            WHO, False, AHEAD, WITH_DQ, HAS_TABLE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
             s_layout, dk_layout, dv_layout, dq_layout,
         )  # fmt: skip
-        stage, phase = _next_stage(stage, phase, STAGES)
         slot_before = slot
         slot_phase_before = slot_phase
         slot, slot_phase = _next_stage(slot, slot_phase, SLOTS)
@@ -386,9 +448,9 @@ def _producer(
     mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, [batch, first_row, kv_head, 0], kv_full.index(0), k_s.index(0))
     tma_load(v_desc, [batch, first_row, kv_head, 0], kv_full.index(0), v_s.index(0))
-    first, full_first, full_stop, stop = tiles
-    tile = first
-    place = first_head * n_tiles_q + first
+    first, full_first, full_stop, stop, start = tiles
+    tile = start
+    place = first_head * n_tiles_q + start
     stage = 0
     phase = 0
     for _ in range(heads * (stop - first)):
@@ -411,7 +473,7 @@ def _producer(
         async_copy.mbarrier_arrive(dout_full.index(stage), increment_count=False)
         mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
         tma_load(dout_desc, [batch, tile * BLOCK_Q, head, 0], dout_full.index(stage), dout_s.index(stage))
-        tile, place = _next_tile(tile, place, first, stop, n_tiles_q)
+        tile, place = _next_tile(tile, place, first, stop, start, n_tiles_q)
         stage, phase = _next_stage(stage, phase, STAGES)
 
 
@@ -477,7 +539,7 @@ def backward_kernel(
         ds_full: gl.constexpr = None
     buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, words_s, head_s)
     barriers = (kv_full, q_full, dout_full, ds_full, free)
-    tiles = (first, full_first, full_stop, stop)
+    tiles = (first, full_first, full_stop, stop, _start_at(block, first, stop, HAS_TABLE))
     descriptors = (q_desc, k_desc, v_desc, dout_desc)
     gl.warp_specialize(
         [

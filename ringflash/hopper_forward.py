@@ -417,6 +417,19 @@ def _attend_block(
     n_tiles = stop - first
     n_masked = n_tiles - (full_stop - full_first)
 
+    # The last tiles come first, of which consumers of a block's first rows see nothing. What they skip they wait for
+    # all the same: a wait for the next use of a stage would take the one before for it.
+    skipped = 0
+    if seen is not None and not PINGPONG:
+        seen_stop = gl.max(seen_first + seen_count, 0)
+        seen_stop = gl.minimum((seen_stop + BLOCK_K - 1) // BLOCK_K, stop)
+        skipped = stop - gl.maximum(seen_stop, gl.maximum(full_stop, first + 1))
+    for _ in range(skipped):
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(free.index(stage))
+        stage, phase = _next_stage(stage, phase, STAGES)
+
     # the first tile: scores and softmax alone
     q = q_s.index(WHO).reshape([ROWS, BLOCK_D])
     mbarrier.wait(q_full.index(WHO), q_phase)
@@ -436,7 +449,7 @@ def _attend_block(
         mbarrier.arrive(free.index(stage))
     if cap_scale is not None:
         scores = _cap(scores, cap_scale)
-    scores = _mask(scores, _tile_at(0, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
+    scores = _mask(scores, _tile_at(skipped, tiles), seen_first, seen_count, NEG_INF, BLOCK_K, s_layout)
     row_max = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, s_layout))
     p, rescale, row_max = _softmax(scores, row_max, scale_log2)
     row_sum = _add_columns(p)
@@ -452,7 +465,7 @@ def _attend_block(
     if FIXED:
         n_online = gl.where(online, n_tiles, gl.minimum(n_masked + 1, n_tiles))
     state = (acc, pairs, row_max, row_sum)
-    for i in range(1, n_online):
+    for i in range(skipped + 1, n_online):
         state = _step(
             i, n_masked, stages, tiles, q, k_s, v_s, words_s, (k_full, v_full, free),
             state, zero, seen_first, seen_count, scale_log2, cap_scale, row_words, drop_below,

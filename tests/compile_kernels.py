@@ -42,6 +42,7 @@ class Compiled:
     spilled_bytes: int
     spills_in_loops: int
     shared_bytes: int
+    waits_per_product: float
     ptx: str
 
     @property
@@ -238,7 +239,9 @@ def _read(compiled: Any) -> Compiled:
     found = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", used)
     assert found, used
     spilled = int(found[2]) + int(found[3])
-    return Compiled(int(found[1]), spilled, _spills_in_loops(sass), compiled.metadata.shared, compiled.asm["ptx"])
+    waits_per_product = sass.count("WARPGROUP.DEPBAR") / max(sass.count("HGMMA"), 1)
+    shared, ptx = compiled.metadata.shared, compiled.asm["ptx"]
+    return Compiled(int(found[1]), spilled, _spills_in_loops(sass), shared, waits_per_product, ptx)
 
 
 def _spills_in_loops(sass: str) -> int:

@@ -245,6 +245,13 @@ def test_what_warpgroups_are_told_is_not_stored_over_a_barrier(variant, code):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", TUNED + OTHERS, ids=describe)
+def test_products_of_a_tile_are_under_way_together(variant, code):
+    """Where ptxas finds that a product may be read or overwritten too early, every instruction of all waits."""
+    assert code(variant).waits_per_product < 0.5
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", TUNED, ids=describe)
 def test_nothing_is_spilled_up_to_head_dim_128_but_scalars_and_what_merges(variant, code):
     """Forward with three consumers, once a block, not in loops over tiles."""
