@@ -110,7 +110,7 @@ def _rows_of_block(low, high, ROWS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _start_at(block, first, stop, HAS_TABLE: gl.constexpr):
-    """The tile that a block meets first: under the full mask, which sees all, blocks would add to the same dQ at once."""
+    """The tile that a block meets first. Under the full mask all of them would add to dQ of the same tile at once."""
     start = first
     if not HAS_TABLE:
         start += block * STAGGER % (stop - first)

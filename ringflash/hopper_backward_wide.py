@@ -37,7 +37,6 @@ from .hopper_backward import (
     _next_tile,
     _producer,
     _rows_of_block,
-    _start_at,
     _start_dq,
     _write,
 )
@@ -160,9 +159,9 @@ def _consumer(
     key = _rows_of_block(low, high, BLOCK_K, s_layout)
     if WITH_DQ:
         dq += WHO * (TILE // 2)
-    first, full_first, full_stop, stop, start = tiles
-    tile = start
-    place = first_head * n_tiles_q + start
+    first, full_first, full_stop, stop, _ = tiles
+    tile = first
+    place = first_head * n_tiles_q + first
     mbarrier.wait(kv_full.index(0), 0)
     total = _step(
         total, (0, 0, 0, 0), (tile < full_first) | (tile >= full_stop), dq,
@@ -176,7 +175,7 @@ def _consumer(
         dq_before = dq
         if WITH_DQ:
             dq_before += place.to(gl.int64) * TILE
-        tile, place = _next_tile(tile, place, first, stop, start, n_tiles_q)
+        tile, place = _next_tile(tile, place, first, stop, first, n_tiles_q)
         total = _step(
             total, (stage, phase, stage_before, phase_before), (tile < full_first) | (tile >= full_stop), dq_before,
             buffers, p_s, barriers, p_full, key, n_k, scale * LOG2E, zero_dq,
@@ -251,7 +250,7 @@ def wide_backward_kernel(
     no_words: gl.constexpr = None
     buffers = (k_s, v_s, q_s, dout_s, ds_s, lse_s, delta_s, seen_s, no_words, no_words)
     barriers = (kv_full, q_full, dout_full, ds_full, free)
-    tiles = (first, full_first, full_stop, stop, _start_at(block, first, stop, HAS_TABLE))
+    tiles = (first, full_first, full_stop, stop, first)
     descriptors = (q_desc, k_desc, v_desc, dout_desc)
     gl.warp_specialize(
         [
