@@ -49,7 +49,8 @@ from .hopper_forward import _cap, _layout_of_rows, _load_block, _next_stage
 LOG2E = gl.constexpr(math.log2(math.e))
 NUMBERS = ["n_q", "n_k", "n_blocks", "n_tiles_q", "kv_heads", "kv_together", "heads_per_kv", "first_head", "heads"]
 NUMBERS += ["drop_below"]
-STAGGER = gl.constexpr(5)  # tiles between the first ones of neighbouring blocks under a full mask
+STAGGER = gl.constexpr(5)  # tiles between the first ones of neighbouring blocks: `_start_at`
+STAGGERED = gl.constexpr(512)  # of at most so many tiles
 NOWHERE = gl.constexpr(2**31 - 1)  # past the end of all keys
 HIDDEN = gl.constexpr(-1e18)  # a capped score of what is not seen: its weight is 0, its derivative is not infinite
 
@@ -110,10 +111,12 @@ def _rows_of_block(low, high, ROWS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _start_at(block, first, stop, HAS_TABLE: gl.constexpr):
-    """The tile that a block meets first. Under the full mask all of them would add to dQ of the same tile at once."""
+    """The tile that a block meets first. Under the full mask all blocks would add to dQ of the same tile at once. Where
+    tiles are many, they do: those that blocks have to do with at one time would be more than L2 holds."""
+    tiles = stop - first
     start = first
     if not HAS_TABLE:
-        start += block * STAGGER % (stop - first)
+        start += gl.where(tiles > STAGGERED, 0, block * STAGGER % tiles)
     return start
 
 
