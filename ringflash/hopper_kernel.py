@@ -65,6 +65,7 @@ MOST_SCHEDULED = 2**16  # pieces, or programs backward that are ordered: the hos
 JUMP = 512  # rows that nothing of a block sees, and yet it would visit, for which it ends before: some tiles
 PROGRAM_COST = 7  # what a program takes backward beside its tiles, in tiles
 LONG = 0.3  # of a launch's time: programs that take more start first
+LONG_PIECE = 0.15  # of a launch's time forward: so do pieces
 PIECE_COST = 1.5  # what a piece of work takes forward beside its tiles, in tiles
 MASKED_COST = 0.2  # and what a tile takes more where something is masked
 L2_BYTES = 20e6  # that programs side by side may read, or add to: each half of the GPU has its own 25 MB
@@ -351,7 +352,8 @@ def share_out(lengths: Sequence[float], programs: int) -> list[list[int]]:
 def _schedule(launch: Launch, blocks: Tensor, device: torch.device) -> Tensor:
     """int32 `(1 + most, programs)`: how many pieces of work each program has, then which. Pieces, of `blocks` (see
     `plan.query_blocks`), are counted as `hopper_forward._find_work` does. Of the heads that run together those come
-    first that take longest, so that programs end at one time."""
+    first that take longest, and before them those of all heads that take more than LONG_PIECE of the launch's time, so
+    that programs end at one time."""
     names = "BLOCK_K", "n_heads", "n_blocks", "n_work", "heads_together"
     block_k, n_heads, n_blocks, n_work, heads_together = (launch.numbers[name] for name in names)
     begin, full_begin, full_end, end, _, _ = blocks.flip(0).unbind(1)
@@ -360,11 +362,16 @@ def _schedule(launch: Launch, blocks: Tensor, device: torch.device) -> Tensor:
     cost = tiles + MASKED_COST * (tiles - full_tiles)
     by_cost = cost.argsort(descending=True, stable=True)
     groups = [(head, min(heads_together, n_heads - head)) for head in range(0, n_heads, heads_together)]
-    batch = torch.cat([_grid(by_cost * n, n) + head * n_blocks for head, n in groups])
-    lengths = torch.cat([cost[by_cost].repeat_interleave(n) for _, n in groups])
-    batches = n_work // len(batch)
-    pieces = torch.cat([batch + i * len(batch) for i in range(batches)]).tolist()
-    shares = share_out(lengths.repeat(batches).tolist(), launch.grid[0])
+    of_batch = n_heads * n_blocks
+    batches = range(0, n_work, of_batch)
+    time = (cost + PIECE_COST).sum() * n_heads * len(batches) / launch.grid[0]
+    n_long = int((cost + PIECE_COST > LONG_PIECE * time).sum())
+    pieces, lengths = [], []
+    for turns in by_cost.split((n_long, n_blocks - n_long)):
+        batch = torch.cat([_grid(turns * n, n) + head * n_blocks for head, n in groups])
+        pieces += [piece for first in batches for piece in (batch + first).tolist()]
+        lengths += torch.cat([cost[turns].repeat_interleave(n) for _, n in groups]).repeat(len(batches)).tolist()
+    shares = share_out(lengths, launch.grid[0])
     shares = [[pieces[place] for place in share] for share in shares]
     rows = [list(map(len, shares)), *zip_longest(*shares, fillvalue=-1)]
     return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)

@@ -134,7 +134,7 @@ def test_programs_backward_keep_their_place_beside_those_of_other_heads():
     assert programs[-192:] == [(block, head) for block in (2, 0, 32) for head in range(64)]
 
 
-@pytest.mark.parametrize(("n_batches", "n_heads", "together"), [(1, 8, 8), (2, 16, 8), (3, 12, 8)])
+@pytest.mark.parametrize(("n_batches", "n_heads", "together"), [(1, 8, 8), (2, 16, 8), (3, 12, 8), (1, 8, 2)])
 def test_a_schedule_has_every_piece_once_and_ends_at_one_time_under_documents(n_batches, n_heads, together):
     blocks = plan_one(DOCUMENTS, 16384, 16384).own_visit.query_blocks(128, JUMP)
     n_blocks = len(blocks)
