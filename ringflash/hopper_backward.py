@@ -23,8 +23,8 @@ head dims. `lse` and `delta` are those rows, fp32, negated as above. Names that 
 with axes of length 1 for batch and head, as descriptors have them. `stage` and `slot` are where a tile lies, `phase`
 which of its uses a barrier counts, 0 or 1. `tile` counts the tiles of a head, `place` those of all heads, batch after
 batch. `home` counts the rows of D that dK has, up to the first of this batch and head. `tiles` are those that see the
-keys, `(first, full_first, full_stop, stop, start)`: all but those in `[full_first, full_stop)` need the mask; `start` is
-met first. Tables are as in hopper_forward.py, `blocks` of keys.
+keys, `(first, full_first, full_stop, stop, start)`: all but those in `[full_first, full_stop)` need the mask; the one
+at `start` is met first. Tables are as in hopper_forward.py, `blocks` of keys.
 
 Softcap and dropout are there where `cap` and `words` are. Under a cap scores start at 0, and `-lse` comes, in base 2,
 after it. Of dropped weights the sign says so, from P's rounding to that of dS. `1 / (1 - dropout_p)` is in `delta` and
