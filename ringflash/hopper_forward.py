@@ -396,7 +396,7 @@ def _attend_block(
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, IN_PLACE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """ROWS queries against all tiles, which are at least one. Returns the stage and phase that come next, and whether
+    """ROWS queries against the block's tiles, at least one. Returns the stage and phase that come next, and whether
     sums may have overflowed: then, and where it is not to, it `writes` nothing. `online`: the softmax in all tiles,
     also where the pivot is FIXED, and what comes out is written."""
     q_s, k_s, v_s, words_s, _ = buffers
@@ -430,7 +430,7 @@ def _attend_block(
         mbarrier.arrive(free.index(stage))
         stage, phase = _next_stage(stage, phase, STAGES)
 
-    # the first tile: scores and softmax alone
+    # the first tile that is not skipped: scores and softmax alone
     q = q_s.index(WHO).reshape([ROWS, BLOCK_D])
     mbarrier.wait(q_full.index(WHO), q_phase)
     if Q_IN_REGISTERS:

@@ -188,11 +188,11 @@ def blocks_of_queries(request, monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seq_len", [777, 2049])
-@pytest.mark.parametrize("limits", ["none", "window", "documents"])
+@pytest.mark.parametrize("limits", ["none", "window", "documents", "a short document first"])
 def test_blocks_of_either_size_are_as_right_under_every_mask(blocks_of_queries, seq_len, limits):
     inputs = cuda_inputs(1, seq_len, 4, 128, kv_heads=2)
     left, right = (300, 100) if limits == "window" else (None, None)
-    documents = (0, 1, 250, seq_len) if limits == "documents" else None
+    documents = {"documents": (0, 1, 250, seq_len), "a short document first": (0, 64, seq_len)}.get(limits)
     for mask in (Mask(left, 0, cu_seqlens=documents), Mask(left, right, cu_seqlens=documents)):
         found = errors(attend(inputs, mask=mask), dense(inputs, mask=mask))
         assert max(found.values()) <= 4e-3 and found["lse"] < 1e-6, found

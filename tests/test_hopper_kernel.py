@@ -18,7 +18,7 @@ from compile_kernels import Compiled, compile_hopper
 from interpreted import run_cases
 
 from peers import make_mask
-from ringflash import local_kernel
+from ringflash import hopper_backward, local_kernel
 from ringflash.hopper_kernel import (
     JUMP,
     MASKED_COST,
@@ -132,6 +132,29 @@ def test_programs_backward_keep_their_place_beside_those_of_other_heads():
     assert programs[:64] == [(1, head) for head in range(64)]
     assert programs[64:122] == [(block, head) for block in range(3, 32) for head in (0, 1)]
     assert programs[-192:] == [(block, head) for block in (2, 0, 32) for head in range(64)]
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("n_tiles", [1, 2, 5, 33, 512, 513])
+def test_a_block_meets_every_tile_of_its_heads_once_wherever_it_starts(n_tiles, heads, monkeypatch):
+    where = SimpleNamespace(where=lambda condition, a, b: a if condition else b)
+    monkeypatch.setattr(hopper_backward, "gl", where)
+    constants = {"STAGGER": hopper_backward.STAGGER.value, "STAGGERED": hopper_backward.STAGGERED.value}
+    for name, value in constants.items():
+        monkeypatch.setattr(hopper_backward, name, value)
+    first, stop, tiles_of_head = 3, 3 + n_tiles, n_tiles + 7
+    start_at: Any = hopper_backward._start_at
+    next_tile: Any = hopper_backward._next_tile
+    starts = [start_at.fn(block, first, stop, HAS_TABLE=False) for block in range(200)]
+    assert (len(set(starts)) > 1) == (5 != n_tiles > 1 and n_tiles <= 512)
+    for start in {first, *starts}:
+        tile, place, met = start, 2 * tiles_of_head + start, []
+        for _ in range(heads * n_tiles):
+            met.append((tile, place))
+            tile, place = next_tile.fn(tile, place, first, stop, start, tiles_of_head)
+        every = [(tile, head * tiles_of_head + tile) for head in range(2, 2 + heads) for tile in range(first, stop)]
+        assert sorted(met) == sorted(every)
+        assert [place // tiles_of_head for _, place in met] == [2 + i // n_tiles for i in range(heads * n_tiles)]
 
 
 @pytest.mark.parametrize(("n_batches", "n_heads", "together"), [(1, 8, 8), (2, 16, 8), (3, 12, 8), (1, 8, 2)])
